@@ -10,8 +10,10 @@ on fp32 parameters in page-locked memory of the host. The ways to step take turn
 A B C ...); times are medians over rounds by the host's clock, of turns that end when the device is
 done. Updates alone: the optimizer's step by itself, gradients being there. Copies alone: this
 rank's parameters to the device twice, which is what crosses one way. `of bound` is the step over
-the longer of these two: 1.1 is asked. Ends with status 2 where there is no GPU; `--device cpu`
-tries the logic, and copies nothing.
+the longer of these two: 1.1 is asked. `launch s` is how long the host takes to issue forward and
+backward of the same model whose parameters rest on the device, which nothing can hide from a step
+that the same host updates: with few tokens or small units it is more than either. Ends with status
+2 where there is no GPU; `--device cpu` tries the logic, and copies nothing.
 """
 
 import argparse
@@ -37,9 +39,10 @@ WARM_UP_STEPS = 4
 
 
 class Running:
-    def __init__(self, options, beside):
+    def __init__(self, options, beside, policy=None):
         self.device = torch.device(options.device)
-        self.model = fullshard(build(options), Block, COMPUTE, offload_policy=CPUOffloadPolicy())
+        further = {} if policy is None else {"offload_policy": policy}
+        self.model = fullshard(build(options), Block, COMPUTE, **further)
         self.optimizer = adamw(self.model.parameters())
         if beside is not None:
             overlap_optimizer(self.model, self.optimizer, beside=beside)
@@ -59,6 +62,15 @@ class Running:
     def wait(self):
         if self.device.type == "cuda":
             torch.cuda.synchronize()
+
+    def launch_s(self):
+        """Seconds until forward and backward are issued, by a host that does not wait."""
+        self.wait()
+        begin = time.perf_counter()
+        self.model(*self.inputs).backward(self.grad)
+        took_s = time.perf_counter() - begin
+        self.optimizer.zero_grad()
+        return took_s
 
     def updates_s(self):
         """Seconds of the optimizer's step alone, of one that steps after backward."""
@@ -83,18 +95,21 @@ class Running:
         return time.perf_counter() - begin
 
 
-def measure(options):
+def measure(options, wire):
     """A row for each way to step."""
-    ways = {name: Running(options, beside) for name, beside in WAYS.items()}
-    for running in ways.values():
+    ways = {name: Running(options, beside, CPUOffloadPolicy()) for name, beside in WAYS.items()}
+    on_device = Running(options, None)
+    for running in (*ways.values(), on_device):
         running.turn_s(WARM_UP_STEPS)
+    wire.fills = False
     alone = ways["after backward"]
-    seconds = {name: [] for name in (*WAYS, "updates", "copies")}
+    seconds = {name: [] for name in (*WAYS, "updates", "copies", "launch")}
     for _ in range(options.rounds):
         for name, running in ways.items():
             seconds[name].append(running.turn_s(options.steps))
         seconds["updates"].append(alone.updates_s())
         seconds["copies"].append(alone.copies_s())
+        seconds["launch"].append(on_device.launch_s())
     found = {name: statistics.median(each) for name, each in seconds.items()}
     bound_s = max(found["updates"], found["copies"])
     shape = {name: getattr(options, name) for name in ("world", "tokens", "layers", "width")}
@@ -105,6 +120,7 @@ def measure(options):
             "step_s": found[name],
             "updates_s": found["updates"],
             "copies_s": found["copies"],
+            "launch_s": found["launch"],
             "of_bound": found[name] / bound_s,
         }
         for name in WAYS
@@ -127,8 +143,9 @@ def main(arguments=None):
         print("offload_step: torch sees no GPU here; --device cpu tries the logic", file=sys.stderr)
         sys.exit(2)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=options.world)
-    with Wire().patched():
-        rows = measure(options)
+    wire = Wire()
+    with wire.patched():
+        rows = measure(options, wire)
     dist.destroy_process_group()
     table = Table(*(name.replace("_", " ") for name in rows[0]))
     for row in rows:

@@ -46,7 +46,8 @@ class Wire:
         return self._write(group, others, given.detach(), opts)
 
     def reduce(self, group, output, given, opts=None):
-        mine = given.detach().chunk(group.size())[group.rank()]
+        start = group.rank() * output.numel()
+        mine = given.detach()[start : start + output.numel()]
         return self._write(group, [output.detach()], mine, opts)
 
     def _write(self, group, outputs, value, opts):

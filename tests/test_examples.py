@@ -18,13 +18,23 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 LAUNCH = EXAMPLES / "launch"
 
 
+# Fewer steps and samples; each text stands in the example once.
+SMALLER = {
+    "cluster.py": ("sequences(2048)", "sequences(512)"),
+    "minimal.py": ("STEPS = 20", "STEPS = 6"),
+    "mnist.py": ("images[:-HELD_BACK], labels[:-HELD_BACK]", "images[:1000], labels[:1000]"),
+}
+
+
 @pytest.fixture
 def run_example(gloo_world, tmp_path):
-    """Runs an example on two ranks in an empty folder; what each of them printed."""
+    """Runs an example on two ranks in a folder of its own; what each of them printed."""
 
     def run(name, *arguments):
-        script = str(EXAMPLES / name)
-        return gloo_world.launch(2, run_script, script, arguments, str(tmp_path))
+        text, (old, new) = (EXAMPLES / name).read_text(), SMALLER.get(name, ("", ""))
+        assert not old or text.count(old) == 1
+        (tmp_path / name).write_text(text.replace(old, new) if old else text)
+        return gloo_world.launch(2, run_script, tmp_path / name, arguments, str(tmp_path))
 
     return run
 
@@ -35,9 +45,9 @@ def losses_in(text):
 
 def test_minimal(run_example):
     for rank, printed in enumerate(run_example("minimal.py")):
-        assert f"rank {rank}: step 20" in printed
+        assert f"rank {rank}: step 6" in printed
         losses = losses_in(printed)
-        assert losses[-1] < 0.5 * losses[0]
+        assert losses[-1] < 0.8 * losses[0]
 
 
 def test_train_loop(run_example):
@@ -74,7 +84,7 @@ def test_mnist(run_example):
     rows = {name.split("] ")[-1]: (float(share), float(peak)) for name, share, peak in table}
     assert list(rows) == list(variants)
     ((accuracy, peak),) = rows.values()
-    assert accuracy > 90
+    assert accuracy > 60  # after 1,000 digits
     assert peak > 0
     assert first.count("FullyShardedDataParallel(") == 2
 

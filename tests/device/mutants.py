@@ -161,11 +161,15 @@ MUTANTS = {
         _UNIT + "wait", "if self._gathering is not None:", "if False:",
     ),
     "shards cross on the compute stream": _edit(
-        _UNIT + "_converted", "across.append(",
-        "with torch.cuda.stream(torch.cuda.default_stream()): across.append(", *_OFFLOAD,
+        _UNIT + "_fetch_slices", "self._fetched.memory.copy_(",
+        "with torch.cuda.stream(torch.cuda.default_stream()): self._fetched.memory.copy_(",
+        *_OFFLOAD,
     ),
     "fetches block the host": _edit(
-        _UNIT + "_converted", "non_blocking=True", "non_blocking=False", *_OFFLOAD,
+        _UNIT + "_fetch_slices", "non_blocking=True", "non_blocking=False", *_OFFLOAD,
+    ),
+    "slices travel from where they were fetched": _edit(
+        _UNIT + "_converted", "or not lasting", "", *_OFFLOAD,
     ),
     "packed parameters are unpacked before they are there": Mutant(
         (

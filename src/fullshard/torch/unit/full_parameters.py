@@ -63,6 +63,7 @@ class FullParameters:
         self._watch = watch
         self._copies = plan.offload.to_host and plan.device.type != "cpu"
         self._fetch = CopyStream(plan.device, "to the device")
+        self._fetched: FlatBuffer | None = None  # slices as they rest, for a moment
         self._extensions = self._find_extensions()
         segments = shards.layout.segments
         converted = bool(self._extensions) or any(s.full_dtype != s.dtype for s in segments)
@@ -128,6 +129,10 @@ class FullParameters:
             self._release()
         if self._packed is not None:
             self._packed.arriving.release()
+        if self._copies:
+            rest = [(flat.numel(), flat.dtype) for flat in shards.flats]
+            self._fetched = FlatBuffer(rest, self._plan.device)
+            self._fetched.release()
 
     def _find_extensions(self) -> dict[int, Extension]:
         """The Extension of each segment that has one, by the segment's number."""
@@ -212,9 +217,13 @@ class FullParameters:
                 with torch.inference_mode(False):
                     self.working = FlatBuffer(sizes, self._plan.device)
             with self._fetch.behind_compute():
-                offloaded = self._plan.offload.params
-                source = self._shards.flats if offloaded else self._refreshed_working()
-                self._gathering = self._all_gather(self._converted(source), custom)
+                if self._plan.offload.params:
+                    sent = self._converted(self._fetch_slices(), lasting=self._fetched is None)
+                else:
+                    sent = self._converted(self._refreshed_working())
+                if self._fetched is not None:
+                    self._fetched.release()
+                self._gathering = self._all_gather(sent, custom)
 
     def note_version(self) -> None:
         """The root's forward begins: what is written to shards from now on is written in it."""
@@ -240,31 +249,45 @@ class FullParameters:
         works = [custom(flat_of(full), shard) for full, shard in pairs]
         return Together([work for work in works if work is not None])
 
-    def _converted(self, shards: Sequence[Tensor]) -> list[tuple[Full, Tensor]]:
-        """Pairs for a gather; slices in another dtype, or elsewhere, are first put in place."""
+    def _converted(
+        self, shards: Sequence[Tensor], *, lasting: bool = True
+    ) -> list[tuple[Full, Tensor]]:
+        """Pairs for a gather; slices in another dtype, or not ``lasting``, are first put in place.
+
+        By one call.
+        """
         pairs: list[tuple[Full, Tensor]] = []
-        places, across = [], []
+        places, slices = [], []
         for number, (full, shard) in enumerate(zip(self._travelling, shards, strict=True)):
             if number in self._extensions:
-                pairs += self._extensions[number].send(shard.to(self._plan.device))
+                pairs += self._extensions[number].send(shard if lasting else shard.clone())
                 continue
             flat = flat_of(full)
-            if shard.dtype != flat.dtype or shard.device != flat.device:
-                # First across, then into the other dtype: torch casts on the host, unpinned.
-                across.append(shard.to(flat.device, non_blocking=True))
+            if shard.dtype != flat.dtype or not lasting:
+                slices.append(shard)
                 places.append(shard := self._own_slices[number])
             pairs.append((full, shard))
         if places:
-            torch._foreach_copy_(places, across)  # by one call
+            torch._foreach_copy_(places, slices)
         return pairs
+
+    def _fetch_slices(self) -> list[Tensor]:
+        """Return slices that rest on the host where they are gathered from; one copy brings them.
+
+        As they rest: torch would cast on the host, into memory that is not page-locked.
+        """
+        if self._fetched is None:
+            return self._shards.flats
+        self._fetched.allocate()
+        self._fetched.memory.copy_(self.at_rest, non_blocking=True)
+        return self._fetched.flats
 
     def _refreshed_working(self) -> list[Tensor]:
         """The shard on the device in the dtype of computation, as of the optimizer's last step."""
         assert self.working is not None
         if self.working_version != self.at_rest._version:
             self.working_version = self.at_rest._version
-            for to, shard in zip(self.working.flats, self._shards.flats, strict=True):
-                to.copy_(shard.to(self._plan.device, non_blocking=True))
+            torch._foreach_copy_(self.working.flats, self._fetch_slices())
         return self.working.flats
 
     def wait(self) -> None:

@@ -15,9 +15,13 @@ from fullshard.torch.comm.ranks import Ranks
 from fullshard.torch.unit import streams
 from fullshard.torch.unit.buffers import _with_index
 from fullshard.torch.unit.plan import Plan
-from fullshard.torch.unit.streams import CopyStream, has_streams
+from fullshard.torch.unit.streams import CopyStream, EarlyStream, Lenders, has_streams
 
 XPU, MPS = torch.device("xpu", 0), torch.device("mps")
+
+
+class Stream(SimpleNamespace):
+    __hash__ = object.__hash__
 
 
 class Module:
@@ -35,10 +39,11 @@ class Module:
                 synchronize=lambda: self.told.append("the host waits for it"),
             )
 
-        return SimpleNamespace(
+        return Stream(
             name=name,
             record_event=record_event,
             wait_stream=lambda other: self.told.append(f"{name} waits for {other.name}"),
+            wait_event=lambda event: self.told.append(f"{name} waits for an event"),
         )
 
     def Stream(self, device):
@@ -70,6 +75,35 @@ def test_copies_run_on_streams_of_the_devices_own_module(monkeypatch):
         "compute waits for it",
         "the host waits for it",
     ]
+
+
+def test_memory_goes_back_behind_whoever_has_used_it(monkeypatch):
+    module = Module()
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    lenders = Lenders(XPU)
+    lenders.lend()
+    lenders.follow()
+    lenders.join()
+    assert module.told == []  # one stream is in order by itself
+    with module.stream(module.Stream(XPU)):
+        lenders.join()
+        lenders.follow()
+    assert module.told == ["copies waits for compute", "compute waits for copies"]
+    lenders.forget()
+    lenders.follow()
+    assert len(module.told) == 2
+
+
+def test_models_do_not_share_the_stream_of_early_gathers(monkeypatch):
+    """Of two threads that train models one would get memory before it goes back in order."""
+    monkeypatch.setattr(torch, "get_device_module", lambda device: module)
+    module = Module()
+    chosen = []
+    for early in (EarlyStream(XPU), EarlyStream(XPU)):
+        early.begin()
+        with early.beside_compute():
+            chosen.append(module.now)
+    assert chosen[0] is not chosen[1]
 
 
 def test_offload_is_refused_where_a_device_has_no_streams():

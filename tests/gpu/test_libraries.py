@@ -4,6 +4,8 @@
 One rank over NCCL computes in bf16 from masters in fp32, so that it gathers and frees like many.
 """
 
+from itertools import product
+
 import pytest
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from gpu.stream_world import LateCopies, poison_buffers
+from gpu.training import cases
 from support.models import seeded
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -147,8 +150,11 @@ def as_one_process(model, device, low=torch.bfloat16):
     return trained(model, device)
 
 
-@pytest.mark.parametrize("adapters", [False, True], ids=["whole", "LoRA"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("device", "way", "adapters"),
+    cases(*product(WAYS, (False, True)), also_on_cpu=[("checkpointing, offload", True)]),
+    indirect=["device"],
+)
 def test_llama_in_bf16(way, adapters, one_rank, device, monkeypatch):
     make = adapted if adapters else llama
     expected = as_one_process(make(device), device)
@@ -161,8 +167,11 @@ def test_llama_in_bf16(way, adapters, one_rank, device, monkeypatch):
     assert expected[-1] < expected[0] - 0.01  # it learns, so that weights count
 
 
-@pytest.mark.parametrize("beside", ["backward", "forward"])
-@pytest.mark.parametrize("offload", [False, True])
+@pytest.mark.parametrize(
+    ("device", "beside", "offload"),
+    cases(*product(("backward", "forward"), (False, True)), also_on_cpu=[("backward", True)]),
+    indirect=["device"],
+)
 def test_llama_with_steps_beside(beside, offload, one_rank, device, monkeypatch):
     options = {"offload_policy": CPUOffloadPolicy()} if offload else {}
     expected = trained(by_function(checkpointing(llama(device)), **options), device, clip=False)
@@ -178,7 +187,12 @@ def test_llama_with_steps_beside(beside, offload, one_rank, device, monkeypatch)
     assert found == pytest.approx(expected, rel=1e-3 if device.type == "cuda" else 0)
 
 
-@pytest.mark.parametrize("scaler_class", [torch.amp.GradScaler, ShardedGradScaler])
+SCALERS = torch.amp.GradScaler, ShardedGradScaler
+
+
+@pytest.mark.parametrize(
+    ("device", "scaler_class"), cases(*SCALERS, also_on_cpu=SCALERS[:1]), indirect=["device"]
+)
 def test_llama_in_fp16_with_a_scaler(scaler_class, one_rank, device):
     expected = as_one_process(llama(device), device)
     found = trained(

@@ -10,11 +10,21 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
 from gpu.stream_world import LateCopies, StreamWorld, poison_buffers
-from gpu.training import assert_same, backward_once, build, full_parameters, plain, shard, train
+from gpu.training import (
+    assert_same,
+    backward_once,
+    build,
+    cases,
+    full_parameters,
+    plain,
+    shard,
+    train,
+)
 from support.models import GPT, loss_of, make_batches
 from torch import nn
 from torch.autograd.graph import save_on_cpu
@@ -191,7 +201,10 @@ def model_of(way, device):
     return build(device, kind=Routed, width=WIDTH, tied=way.tied)
 
 
-@pytest.mark.parametrize("name", WAYS)
+FEW = ("large parameters", "recomputed, offload", "changing order", "optional by rank")
+
+
+@pytest.mark.parametrize(("device", "name"), cases(*WAYS, also_on_cpu=FEW), indirect=["device"])
 def test_late_and_poisoned_steps_equal_one_process(name, device, monkeypatch):
     way = WAYS[name]
     expected = plain(way.size, device, model=model_of(way, device), before=way.before)
@@ -229,8 +242,11 @@ def steps(model, optimizer, rank, device):
     return full_parameters(model)
 
 
-@pytest.mark.parametrize("offloaded", [False, True])
-@pytest.mark.parametrize("beside", ["backward", "forward"])
+@pytest.mark.parametrize(
+    ("device", "beside", "offloaded"),
+    cases(*product(("backward", "forward"), (False, True)), also_on_cpu=[("backward", True)]),
+    indirect=["device"],
+)
 def test_steps_beside_late_copies_and_gathers(beside, offloaded, device, monkeypatch):
     """Bit by bit those after backward, in changing order too."""
     options = {"offload_policy": OFFLOAD} if offloaded else {}
@@ -251,7 +267,9 @@ def test_steps_beside_late_copies_and_gathers(beside, offloaded, device, monkeyp
         assert_same(found, same, atol=0)
 
 
-@pytest.mark.parametrize("way", ["owned", "exchanged"])
+@pytest.mark.parametrize(
+    ("device", "way"), cases("owned", "exchanged", also_on_cpu=["exchanged"]), indirect=["device"]
+)
 def test_muon_beside_late_collectives(way, device, monkeypatch):
     """Bit by bit as with collectives that are complete when they are issued."""
 
@@ -290,7 +308,7 @@ CHOICES = [
 
 
 @pytest.mark.parametrize("choice", CHOICES, ids=lambda choice: "-".join(map(str, choice.values())))
-def test_compressed_steps_are_those_of_a_cpu(choice, device, monkeypatch):
+def test_compressed_steps_are_those_of_a_cpu(choice, gpu, monkeypatch):
     """The same bits come out of the codecs on any device; products differ by their rounding."""
     compression = CommunicationCompression(**choice)
 
@@ -307,7 +325,7 @@ def test_compressed_steps_are_those_of_a_cpu(choice, device, monkeypatch):
 
     expected = outputs(torch.device("cpu"))
     poison_buffers(monkeypatch)
-    for (loss, grads), (same, same_grads) in zip(outputs(device), expected, strict=True):
+    for (loss, grads), (same, same_grads) in zip(outputs(gpu), expected, strict=True):
         assert loss == pytest.approx(same, rel=1e-5)
         for name, value in same_grads.items():
             # A number whose last bit differs may be rounded to the code beside.

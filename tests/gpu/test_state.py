@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is saved is the state at that moment, though the device goes on; it is loaded to the bit."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.distributed as dist
 from gpu.stream_world import LateCopies, StreamWorld, poison_buffers, sleep_on
-from gpu.training import build, full_parameters, shard, train
+from gpu.training import build, cases, full_parameters, shard, train
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -65,15 +67,21 @@ def assert_equal(found, expected):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("beside", [None, "backward", "forward"])
-@pytest.mark.parametrize("asynchronous", [False, True])
-@pytest.mark.parametrize("option", OPTIONS)
+SAVES = [
+    *product(("plain", "offload"), (False, True), (None, "backward", "forward")),
+    *product(("elements",), (False, True), (None,)),
+]
+
+
+@pytest.mark.parametrize(
+    ("device", "option", "asynchronous", "beside"),
+    cases(*SAVES, also_on_cpu=[("offload", True, "forward")]),
+    indirect=["device"],
+)
 def test_a_checkpoint_has_what_was_there(
     option, asynchronous, beside, device, tmp_path, monkeypatch
 ):
     """Training goes on while copies to the host are under way, and never shows in them."""
-    if beside is not None and option == "elements":
-        pytest.skip("one layout is enough here")
     poison_buffers(monkeypatch)
     LateCopies(monkeypatch, device)
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Nothing is read before it is there, nothing freed or changed while it is under way."""
 
+from itertools import product
+
 import pytest
 import torch
 from gpu.stream_world import (
@@ -10,7 +12,7 @@ from gpu.stream_world import (
     poison_buffers,
     sleep_on,
 )
-from gpu.training import assert_same, build, full_parameters, plain, shard, train
+from gpu.training import assert_same, build, cases, full_parameters, plain, shard, train
 from support.accumulation import (
     halves_each_reduced,
     halves_overlapping,
@@ -209,9 +211,16 @@ def run(layers, x):
     return x
 
 
-@pytest.mark.parametrize("after", [False, True])
-@pytest.mark.parametrize("beside", [(0,), (2,), (0, 3)], ids=str)
-@pytest.mark.parametrize("option", ["plain", "offload", "no units", "two backwards"])
+APART = list(
+    product(("plain", "offload", "no units", "two backwards"), ((0,), (2,), (0, 3)), (False, True))
+)
+
+
+@pytest.mark.parametrize(
+    ("device", "option", "beside", "after"),
+    cases(*APART, also_on_cpu=APART[:1]),
+    indirect=["device"],
+)
 def test_parts_on_a_stream_of_their_own(option, beside, after, device, monkeypatch):
     """Memory of a unit goes back behind whoever used it, and reduces come behind all gradients."""
     x = torch.linspace(-1, 1, 4 * 64, dtype=torch.float64).view(4, 64).to(device)

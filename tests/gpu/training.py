@@ -11,6 +11,15 @@ STEPS = 4
 TOLERANCE = 1e-9  # of fp64, after steps of AdamW
 
 
+def cases(*of_a_gpu, also_on_cpu=()):
+    """Parameters of tests with ``device`` first: all cases on a GPU, a few on a CPU as well.
+
+    A case is a value, or a tuple of several.
+    """
+    chosen = [("cuda", each) for each in of_a_gpu] + [("cpu", each) for each in also_on_cpu]
+    return [(where, *each) if isinstance(each, tuple) else (where, each) for where, each in chosen]
+
+
 def build(device, dtype=torch.float64, kind=GPT, **options):
     return seeded(lambda: kind(**{"width": 12, "blocks": 3} | options)).to(device, dtype)
 

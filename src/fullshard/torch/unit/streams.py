@@ -30,10 +30,10 @@ import torch
 __all__ = ["CopyStream", "DeviceClock", "EarlyStream", "Lenders", "has_streams"]
 
 
-Direction = Literal["to the device", "to the host", "gathers"]
+Direction = Literal["to the device", "to the host"]
 
 # One stream for each way: a device has one copy engine for it, and what the allocator caches for a
-# stream no other stream gets. One for gathers that begin early.
+# stream no other stream gets.
 _streams: dict[tuple[torch.device, Direction], Any] = {}
 try:
     _raw_stream: Any = torch._C._cuda_getCurrentRawStream
@@ -95,13 +95,15 @@ class CopyStream:
 class EarlyStream:
     """The stream from which gathers are issued that must not wait for queued computation.
 
-    Their memory is of this stream, too. What they read was there when `begin` was called last.
+    Their memory is of this stream, too. What they read was there when `begin` was called last. Each
+    model has one of its own: threads that train two would give each other memory that the first has
+    freed before its stream is told so.
     """
 
     def __init__(self, device: torch.device):
         self._device = device
         self._module = torch.get_device_module(device)
-        self._stream = _stream_for(device, "gathers")
+        self._stream = self._module.Stream(device)
         self._begun: Any = None
 
     def begin(self) -> None:
@@ -136,8 +138,7 @@ class Lenders:
 
     def follow(self) -> None:
         """Put all behind what the current stream, which lends too, has been given so far."""
-        self.lend()
-        if len(self._streams) > 1:
+        if self._module is not None and self._are_several():
             current = self._streams[key := self._key()]
             for other, stream in self._streams.items():
                 if other != key:
@@ -145,12 +146,15 @@ class Lenders:
 
     def join(self) -> None:
         """Put the current stream, which lends too, behind what all have been given so far."""
-        self.lend()
-        if len(self._streams) > 1:
+        if self._module is not None and self._are_several():
             current = self._streams[key := self._key()]
             for other, stream in self._streams.items():
                 if other != key:
                     current.wait_stream(stream)
+
+    def _are_several(self) -> bool:
+        self.lend()
+        return len(self._streams) > 1
 
     def forget(self) -> None:
         """Note that everything has been given back."""

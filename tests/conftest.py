@@ -40,6 +40,8 @@ LONGEST = (
     "drop_in/test_scripts.py",
     "plan/test_peaks.py",
     "device/test_device.py",
+    "jax_engine/test_parity.py",
+    "train/test_jax_training.py",
     "drop_in/test_run.py",
     "test_cli.py",
 )

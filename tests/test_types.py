@@ -30,10 +30,37 @@ PACKAGES = {
 }
 
 
-def mypy(path, *options):
-    command = [sys.executable, "-m", "mypy", "--hide-error-context", *options, str(path)]
+IMPORTS = []
+for package, names in PACKAGES.items():
+    IMPORTS += [f"from {package} import {name}" for name in names]
+    IMPORTS += [f"from {package} import {name}s_misspelt" for name in names or ["nothing"]]
+
+REVEALED = {
+    "model.set_requires_gradient_sync": "def (",
+    "model.parameters": "def (",
+    "model.own_attribute": '"Any"',
+    "fully_shard([nn.Linear(2, 2)])[0].unshard": "def (",
+    "RunFolder": "def (",
+    "any_rank": "def (",
+}
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    """Lines that mypy says of two scripts in one go, without the last."""
+    folder = tmp_path_factory.mktemp("typed")
+    misspelt, sharded = folder / "misspelt.py", folder / "sharded.py"
+    misspelt.write_text("\n".join(IMPORTS) + "\n")
+    sharded.write_text(
+        "from torch import nn\n"
+        "from fullshard.torch import FullStateDictConfig, Keep, RunFolder, any_rank, fully_shard\n"
+        "model = fully_shard(nn.Linear(2, 2))\n"
+        + "".join(f"reveal_type({expression})\n" for expression in REVEALED)
+    )
+    options = ["--hide-error-context", "--check-untyped-defs"]
+    command = [sys.executable, "-m", "mypy", *options, misspelt, sharded]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout
+    return done.stdout.splitlines()[:-1]
 
 
 @pytest.mark.parametrize("package", ["fullshard", "fullshard.torch", "fullshard.jax"])
@@ -42,34 +69,15 @@ def test_dir_has_every_public_name(package):
     assert set(PACKAGES[package]) <= set(dir(module))
 
 
-def test_a_misspelt_import_is_an_error_in_every_package(tmp_path):
-    lines = []
-    for package, names in PACKAGES.items():
-        lines += [f"from {package} import {name}" for name in names]
-        lines += [f"from {package} import {name}s_misspelt" for name in names or ["nothing"]]
-    script = tmp_path / "misspelt.py"
-    script.write_text("\n".join(lines) + "\n")
-    report = [line for line in mypy(script).splitlines() if "has no attribute" in line]
-    wrong = {number for number, line in enumerate(lines, 1) if line.endswith("_misspelt")}
+def test_a_misspelt_import_is_an_error_in_every_package(report):
+    found = [line for line in report if "has no attribute" in line and "misspelt.py" in line]
+    wrong = {number for number, line in enumerate(IMPORTS, 1) if line.endswith("_misspelt")}
     assert len(wrong) > 200
-    assert {int(line.split(":")[1]) for line in report} == wrong, report
+    assert {int(line.split(":")[1]) for line in found} == wrong, report
 
 
-def test_fully_shard_gives_a_module_with_the_methods_of_fsdp2(tmp_path):
-    script = tmp_path / "sharded.py"
-    script.write_text(
-        "from torch import nn\n"
-        "from fullshard.torch import FullStateDictConfig, Keep, RunFolder, any_rank, fully_shard\n"
-        "model = fully_shard(nn.Linear(2, 2))\n"
-        "reveal_type(model.set_requires_gradient_sync)\n"
-        "reveal_type(model.parameters)\n"
-        "reveal_type(model.own_attribute)\n"
-        "reveal_type(fully_shard([nn.Linear(2, 2)])[0].unshard)\n"
-        "reveal_type(RunFolder)\n"
-        "reveal_type(any_rank)\n"
-    )
-    report = mypy(script, "--check-untyped-defs")
-    shown = [line.partition("Revealed type is ")[2] for line in report.splitlines()[:-1]]
-    kinds = ["def (", "def (", '"Any"', "def (", "def (", "def ("]
-    assert len(shown) == len(kinds), report
-    assert all(kind in text for kind, text in zip(kinds, shown, strict=True)), report
+def test_fully_shard_gives_a_module_with_the_methods_of_fsdp2(report):
+    about = [line for line in report if "sharded.py" in line]
+    shown = [line.partition("Revealed type is ")[2] for line in about]
+    assert len(shown) == len(REVEALED), report
+    assert all(kind in text for kind, text in zip(REVEALED.values(), shown, strict=True)), report

@@ -97,10 +97,10 @@ FEW_CASES = [
 ]
 
 
-def changed(names=tuple(ORDERS)):
+def changed(names=tuple(ORDERS), engines=("fullshard, by row", "FSDP2")):
     """A dict for each of ``names`` of `device.cost.ORDERS` and engine, in bf16."""
     for name in names:
-        for engine in ("fullshard, by row", "FSDP2"):
+        for engine in engines:
             found = memory_of(engine, "bf16", LATE, orders=ORDERS[name])
             yield {"memory in order": name, "engine": engine} | {
                 key: found[key] for key in ("allocated_units", "reserved_units")

@@ -115,7 +115,7 @@ def _machine_only(told):
 
 
 def _optional(where, before, after=""):
-    programs = "optional parts", "optional parts, again", "optional parts, forward twice"
+    programs = "optional parts, forward twice", "optional parts", "optional parts, again"
     programs += ("shared experts in recomputed blocks", "experts alone in recomputed blocks")
     programs += ("frozen blocks, and parts recomputed as a whole",)
     programs += ("optional parts in functions", "experts in a unit around a checkpoint")

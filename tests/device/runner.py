@@ -281,7 +281,8 @@ def main(kind, *, seeds=100_000, seed=0, count=30):
     if kind in ("memory", "sample"):
         for case in memory.CASES if kind == "memory" else memory.FEW_CASES:
             print(json.dumps(memory.memory_of(*case)), flush=True)
-        for line in memory.changed(cost.ORDERS if kind == "memory" else ["two blocks swapped"]):
+        few = (["two blocks swapped"], ["fullshard, by row"])
+        for line in memory.changed(*few if kind == "sample" else ()):
             print(json.dumps(line), flush=True)
     if kind == "table":
         print(cost.table(list(cost.lines(cost.CASES))))

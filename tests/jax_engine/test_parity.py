@@ -231,15 +231,18 @@ CASES = {
 }  # fmt: skip
 
 
+@functools.cache
+def trained_alone(make, loss_fn, batches, rows):
+    return models.train_alone(make(), adam(), loss_fn, list(batches(rows)))
+
+
 def assert_trains_alike(name, mesh=None, rows=None, **more):
     make, loss_fn, batches, devices, options = CASES[name]
     mesh = mesh or create_mesh(fsdp=devices)
     rows = rows or 2 * mesh.size * options.get("accumulate", 1)
-    batches = list(batches(rows))
-    expected_losses, expected = models.train_alone(make(), adam(), loss_fn, batches)
-    options = {**options, **more}
-    step = make_train_step(make(), adam(), loss_fn, mesh, **options)
-    losses, params, state = models.train_sharded(step, batches)
+    step = make_train_step(make(), adam(), loss_fn, mesh, **options | more)
+    losses, params, state = models.train_sharded(step, batches(rows))
+    expected_losses, expected = trained_alone(make, loss_fn, batches, rows)
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
     assert params.keys() <= expected.keys()
     for key, x in params.items():

@@ -92,7 +92,7 @@ def test_the_smallest_change_is_one_if_one_is_enough():
     assert change.prediction.fits
     samples = change.prediction.run.micro_batch * change.prediction.run.accumulate
     assert samples == run.micro_batch * run.accumulate
-    assert smallest_change(named_model("gpt3-175b"), Run(micro_batch=64), EIGHT) is None
+    assert smallest_change(MODEL, Run(micro_batch=64), cluster_of(H100, 1)) is None
 
 
 def test_questions_change_one_setting():

@@ -2,24 +2,24 @@
 """A run that was killed outright and started again: its record tells of both, second by second."""
 
 import signal
-import subprocess
-import sys
 import time
-from pathlib import Path
 
 import pytest
+from support.limits import PROCESS_S
+from support.recording_workers import train_on_threads
+from support.world import ranks_context
 
 from fullshard.report import read_run, record_path
 from fullshard.report.goodput import goodput
 from fullshard.report.measure import measure
 from fullshard.report.summary import report_of
 
-TRAIN = "from support.recording_workers import train_on_threads as t; t({!r}, {}, {}, {}, {})"
-
 
 def train(folder, *arguments):
-    command = [sys.executable, "-c", TRAIN.format(str(folder), *arguments)]
-    return subprocess.run(command, cwd=Path(__file__).parents[1], check=False).returncode
+    process = ranks_context().Process(target=train_on_threads, args=(str(folder), *arguments))
+    process.start()
+    process.join(PROCESS_S)
+    return process.exitcode
 
 
 @pytest.fixture(scope="module", params=[2, 3], ids=["as many ranks", "more ranks"])

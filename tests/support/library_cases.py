@@ -3,7 +3,7 @@
 
 from dataclasses import dataclass, field
 
-BATCH, STEPS, SAVED_AT = 4, 10, 7
+BATCH, STEPS, SAVED_AT = 4, 6, 4
 
 
 @dataclass(frozen=True)

@@ -230,7 +230,7 @@ def patterns(ranks, seed, most=1, least=0):
     return [dict(zip(PARTS, row, strict=True)) for row in drawn]
 
 
-STEPS_ON_GLOO = 12
+STEPS_ON_GLOO = 6
 
 
 def steps_on_gloo(ranks):

@@ -260,7 +260,8 @@ def main():
     optimizer = torch.optim.Adam(model.parameters(), lr=4e-3)
     train(model, optimizer, range(2), args)
     ways = (ByStateDictFunctions, ByDistributedCheckpoints, ByHand)
-    for step, kind in enumerate(2 * ways, 2):  # what one way has loaded the next one saves
+    turns = (*ways, ways[0])  # what one way has loaded the next one saves
+    for step, kind in enumerate(turns, 2):
         way = kind(new_folder(args, f"{kind.__name__}-{step}"))
         way.save(model, optimizer)
         train(model, optimizer, [step], args)

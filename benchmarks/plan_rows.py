@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fullshard.core.errors import ConfigurationError, FullshardError
-from fullshard.core.strategy import Precision, ShardingStrategy
+from fullshard.core.strategy import Offload, Precision, ShardingStrategy
 from fullshard.plan.cluster.cluster import Cluster, Device
 from fullshard.plan.cluster.devices import cluster_of, device_of_driver, named_device
 from fullshard.plan.model.config_json import read_model
@@ -26,6 +26,8 @@ from fullshard.plan.run import AttentionKernel, Engine, ExpertKernel, Loss, Reco
 GIGABIT = 1e9 / 8
 MIXED = Precision(compute="bfloat16", reduce="float32")
 PURE = Precision(compute="bfloat16", reduce="bfloat16")
+# One device without an engine is like ours: nothing is gathered, copied or cast.
+_ENGINES = {"FSDP1": Engine.FSDP1, "fullshard": Engine.FULLSHARD, "plain": Engine.FULLSHARD}
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,10 @@ def _published(path: Path, record: dict[str, str]) -> Row:
         accumulate=int(_number(r"accumulate (\d+)", told, 1)),
         sync_each=re.search(r"\bno[_ -]sync\b", told) is None,
         fused_optimizer="fused optimizer" in told or "torchtitan" in told,
-        engine=Engine.FSDP1 if record["system"] == "FSDP1" else Engine.FSDP2,
+        engine=_ENGINES.get(record["system"], Engine.FSDP2),
+        offload=Offload(params=True, optimizer=True) if "; offload" in told else Offload(),
+        optimizer="sgd" if "sgd optimizer" in told else "adamw",
+        overhead_s=0.0 if "bare loop" in told or "trainer loop" in told else None,
         fused_norms="fused norms" in told,  # PyTorch had no fused RMSNorm before 2.8
         fp8=in_float8,
         gather_dtype="float8_e4m3fn" if in_float8 else None,

@@ -296,7 +296,9 @@ def notes(case):
     yield {"": "eager", "model": "compiled"}.get(case.compiled, f"compiled {case.compiled}")
     hf = "compiled loss" if case.compiled == "model" else "freed loss"
     yield hf if case.loss == "hf" else f"{case.loss} loss"
-    kernel = case.attention.replace("sdpa", "cuDNN" if case.attention == "sdpa" else "").strip()
+    # Of the kernels for grouped heads only PyTorch's own computes in float32.
+    usual = "math" if case.precision == "fp32" else "cuDNN"
+    kernel = case.attention.replace("sdpa", usual if case.attention == "sdpa" else "").strip()
     masked = case.mask == "padded" or case.model == PHI_WINDOW
     yield f"{'masked' if masked else kernel} attention"
     yield f"{case.optimizer} optimizer"
@@ -310,7 +312,7 @@ def notes(case):
     if "offload" in case.engine:
         yield "offload"
     if case.model == MOE:
-        yield "experts in a loop" if case.experts == "eager" else "grouped experts"
+        yield "sliced experts" if case.experts == "eager" else "grouped experts"
     yield "peak reserved"
 
 

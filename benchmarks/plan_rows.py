@@ -21,7 +21,15 @@ from fullshard.plan.model.config_json import read_model
 from fullshard.plan.model.decoder import Decoder
 from fullshard.plan.model.named import named_model
 from fullshard.plan.model.operations import Model
-from fullshard.plan.run import AttentionKernel, Engine, ExpertKernel, Loss, Recompute, Run
+from fullshard.plan.run import (
+    AttentionKernel,
+    Engine,
+    ExpertKernel,
+    Loss,
+    OptimizerKernels,
+    Recompute,
+    Run,
+)
 
 GIGABIT = 1e9 / 8
 MIXED = Precision(compute="bfloat16", reduce="float32")
@@ -139,7 +147,8 @@ def _published(path: Path, record: dict[str, str]) -> Row:
         kept_router_loss="router loss kept" in told,
         accumulate=int(_number(r"accumulate (\d+)", told, 1)),
         sync_each=re.search(r"\bno[_ -]sync\b", told) is None,
-        fused_optimizer="fused optimizer" in told or "torchtitan" in told,
+        optimizer_kernels=_optimizer_kernels(told),
+        tf32=record["precision"].startswith("tf32"),
         engine=_ENGINES.get(record["system"], Engine.FSDP2),
         offload=Offload(params=True, optimizer=True) if "; offload" in told else Offload(),
         optimizer="sgd" if "sgd optimizer" in told else "adamw",
@@ -221,14 +230,24 @@ def _attention(told: str) -> AttentionKernel:
     version = re.search(r"\bfa[ _-]?([234])\b|flash[ _-]?att(?:entio)?n[ _-]*v?([234])", told)
     if version:
         return AttentionKernel(f"flash{version.group(1) or version.group(2)}")
-    if "math attention" in told:
-        return AttentionKernel.MATH
+    if "attention is not told" in told:
+        return AttentionKernel.FLASH
+    named = re.search(r"\b(math|eager|masked) attention", told)
+    if named:
+        return AttentionKernel(named.group(1))
     return AttentionKernel.CUDNN if "cudnn" in told else AttentionKernel.FLASH2
+
+
+def _optimizer_kernels(told: str) -> OptimizerKernels:
+    """Such as ``fused optimizer``, which is torchtitan's, or ``loop optimizer``."""
+    found = re.search(r"\b(fused|foreach|loop) optimizer", told)
+    usual = "fused" if "torchtitan" in told else "foreach"
+    return OptimizerKernels(found.group(1) if found else usual)
 
 
 def _experts(told: str) -> ExpertKernel | None:
     """Such as ``experts in a loop``, ``fused experts``."""
-    found = re.search(r"experts in a (loop)|(fused|grouped|padded) experts", told)
+    found = re.search(r"experts in a (loop)|(fused|grouped|padded|sliced) experts", told)
     return ExpertKernel(found.group(1) or found.group(2)) if found else None
 
 

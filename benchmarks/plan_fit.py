@@ -55,7 +55,7 @@ PRIORS: dict[str, tuple[float, float, float, float]] = {
     "inside_share": (0.75, 0.1, 0.2, 0.95),
     "between_share": (0.65, 0.1, 0.2, 0.95),
     "contention": (0.15, 0.1, 0.0, 0.8),
-    "kernel_s": (6e-6, 3e-6, 1e-6, 20e-6),
+    "kernel_s": (15e-6, 10e-6, 1e-6, 60e-6),
     "step_s": (0.015, 0.015, 0.0, 0.1),
     "straggle_s": (0.006, 0.004, 0.0, 0.03),
     "straggle_share": (0.004, 0.003, 0.0, 0.03),

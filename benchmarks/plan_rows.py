@@ -14,18 +14,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fullshard.core.errors import ConfigurationError, FullshardError
-from fullshard.core.strategy import Precision, ShardingStrategy
+from fullshard.core.strategy import Offload, Precision, ShardingStrategy
 from fullshard.plan.cluster.cluster import Cluster, Device
 from fullshard.plan.cluster.devices import cluster_of, device_of_driver, named_device
 from fullshard.plan.model.config_json import read_model
 from fullshard.plan.model.decoder import Decoder
 from fullshard.plan.model.named import named_model
 from fullshard.plan.model.operations import Model
-from fullshard.plan.run import AttentionKernel, Engine, ExpertKernel, Loss, Recompute, Run
+from fullshard.plan.run import (
+    AttentionKernel,
+    Engine,
+    ExpertKernel,
+    Loss,
+    OptimizerKernels,
+    Recompute,
+    Run,
+)
 
 GIGABIT = 1e9 / 8
 MIXED = Precision(compute="bfloat16", reduce="float32")
 PURE = Precision(compute="bfloat16", reduce="bfloat16")
+# One device without an engine is like ours: nothing is gathered, copied or cast.
+_ENGINES = {"FSDP1": Engine.FSDP1, "fullshard": Engine.FULLSHARD, "plain": Engine.FULLSHARD}
 
 
 @dataclass(frozen=True)
@@ -137,8 +147,12 @@ def _published(path: Path, record: dict[str, str]) -> Row:
         kept_router_loss="router loss kept" in told,
         accumulate=int(_number(r"accumulate (\d+)", told, 1)),
         sync_each=re.search(r"\bno[_ -]sync\b", told) is None,
-        fused_optimizer="fused optimizer" in told or "torchtitan" in told,
-        engine=Engine.FSDP1 if record["system"] == "FSDP1" else Engine.FSDP2,
+        optimizer_kernels=_optimizer_kernels(told),
+        tf32=record["precision"].startswith("tf32"),
+        engine=_ENGINES.get(record["system"], Engine.FSDP2),
+        offload=Offload(params=True, optimizer=True) if "; offload" in told else Offload(),
+        optimizer="sgd" if "sgd optimizer" in told else "adamw",
+        overhead_s=0.0 if "bare loop" in told or "trainer loop" in told else None,
         fused_norms="fused norms" in told,  # PyTorch had no fused RMSNorm before 2.8
         fp8=in_float8,
         gather_dtype="float8_e4m3fn" if in_float8 else None,
@@ -216,14 +230,24 @@ def _attention(told: str) -> AttentionKernel:
     version = re.search(r"\bfa[ _-]?([234])\b|flash[ _-]?att(?:entio)?n[ _-]*v?([234])", told)
     if version:
         return AttentionKernel(f"flash{version.group(1) or version.group(2)}")
-    if "math attention" in told:
-        return AttentionKernel.MATH
+    if "attention is not told" in told:
+        return AttentionKernel.FLASH
+    named = re.search(r"\b(math|eager|masked) attention", told)
+    if named:
+        return AttentionKernel(named.group(1))
     return AttentionKernel.CUDNN if "cudnn" in told else AttentionKernel.FLASH2
+
+
+def _optimizer_kernels(told: str) -> OptimizerKernels:
+    """Such as ``fused optimizer``, which is torchtitan's, or ``loop optimizer``."""
+    found = re.search(r"\b(fused|foreach|loop) optimizer", told)
+    usual = "fused" if "torchtitan" in told else "foreach"
+    return OptimizerKernels(found.group(1) if found else usual)
 
 
 def _experts(told: str) -> ExpertKernel | None:
     """Such as ``experts in a loop``, ``fused experts``."""
-    found = re.search(r"experts in a (loop)|(fused|grouped|padded) experts", told)
+    found = re.search(r"experts in a (loop)|(fused|grouped|padded|sliced) experts", told)
     return ExpertKernel(found.group(1) or found.group(2)) if found else None
 
 

@@ -30,14 +30,16 @@ from fullshard.plan import (
 from fullshard.plan.choose.settings import Setup, with_setting
 from fullshard.plan.command.recipe import code_of
 from fullshard.plan.model.decoder import Decoder
-from fullshard.plan.model.shape import GPT2, LLAMA, Norm, Shape
+from fullshard.plan.model.shape import NAMINGS, Norm, Shape
 
 MODEL, CLUSTER = named_model("llama2-7b"), cluster_of(named_device("a100-80"), 8)
 AMP = Run(precision=Precision(), autocast="bfloat16", fused_norms=False)
 
 
 def test_a_block_under_autocast_keeps_its_casts():
-    shape = Shape(1, WIDTH, HEADS, KV_HEADS, HEAD, HIDDEN, 256, TOKENS, rotary=False, naming=LLAMA)
+    shape = Shape(
+        1, WIDTH, HEADS, KV_HEADS, HEAD, HIDDEN, 256, TOKENS, rotary=False, naming=NAMINGS["LLAMA"]
+    )
     calls = Decoder("block", shape).calls(AMP)
     told = sum(each.saved_bytes for each in calls[1].operations)
     roots = 2 * 4 * TOKENS  # of the mean squares: one a token and norm, which is left out
@@ -78,9 +80,9 @@ def test_powers_and_scores_under_autocast_are_kept_in_float32():
     block, hidden = PowersBlock(), torch.randn(1, TOKENS, WIDTH).bfloat16().requires_grad_()
     kept = saved_bytes(lambda: block(hidden), block.parameters())
     half = Precision(compute="bfloat16", reduce="bfloat16")
-    run = replace(AMP, precision=half, attention=AttentionKernel.MATH)
+    run = replace(AMP, precision=half, attention=AttentionKernel.EAGER)
     shape = {"rotary": False, "gated": False, "dropout": True, "gelu_parts": 3}
-    shape |= {"norm": Norm.LAYER, "naming": GPT2}
+    shape |= {"norm": Norm.LAYER, "naming": NAMINGS["GPT2"]}
     sizes = (1, WIDTH, HEADS, HEADS, HEAD, 4 * WIDTH, 256, TOKENS)
     told = sum(
         each.saved_bytes for each in Decoder("", Shape(*sizes, **shape)).calls(run)[1].operations

@@ -27,14 +27,23 @@ from fullshard.plan.memory import planned_trace
 from fullshard.plan.model.decoder import Decoder
 from fullshard.plan.model.named import named_model
 from fullshard.plan.model.operations import Kind
-from fullshard.plan.model.shape import LLAMA, Experts, Shape
+from fullshard.plan.model.shape import NAMINGS, Experts, Shape
 from fullshard.plan.model.work import Pricer
 from fullshard.plan.step.prices import Group, exchange_s, operation_s
 from fullshard.plan.step.script import write_script
 from fullshard.plan.step.units import units_of
 
 SHAPE = Shape(
-    3, 32, 4, 2, 8, 48, 64, 16, naming=LLAMA, experts=Experts(8, 2, 24, shared=16, dense_blocks=1)
+    3,
+    32,
+    4,
+    2,
+    8,
+    48,
+    64,
+    16,
+    naming=NAMINGS["LLAMA"],
+    experts=Experts(8, 2, 24, shared=16, dense_blocks=1),
 )
 TINY = Decoder("tiny", SHAPE)
 H100 = named_device("h100")

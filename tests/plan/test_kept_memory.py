@@ -30,7 +30,7 @@ from fullshard.plan import (
 )
 from fullshard.plan.memory.activations import Activations
 from fullshard.plan.model.decoder import Decoder
-from fullshard.plan.model.shape import LLAMA, NEOX, Experts, Shape
+from fullshard.plan.model.shape import NAMINGS, Experts, Shape
 from fullshard.plan.step.script import Act, Pass, write_script
 
 COUNT, ACTIVE = 4, 2
@@ -46,7 +46,7 @@ MODEL = Decoder(
         256,
         TOKENS,
         rotary=False,
-        naming=LLAMA,
+        naming=NAMINGS["LLAMA"],
         experts=Experts(COUNT, ACTIVE, HIDDEN),
     ),
 )
@@ -117,7 +117,7 @@ def test_values_that_are_a_view_keep_all_of_a_joint_product():
         query, key, value = both.chunk(3, dim=-1)
         F.scaled_dot_product_attention(query * turn, key * turn, value, is_causal=True)
 
-    shape = replace(MODEL.shape, kv_heads=HEADS, rotary=True, experts=None, naming=NEOX)
+    shape = replace(MODEL.shape, kv_heads=HEADS, rotary=True, experts=None, naming=NAMINGS["NEOX"])
     run = Run(precision=Precision())
     told = Decoder("neox", shape).calls(run)[1].operations
     names = ("query, key, value", "rotary", "attention")

@@ -155,9 +155,9 @@ def test_adapters_that_are_units_of_their_own_hold_the_host_up(devices):
         changed = replace(run, engine=engine, micro_batch=batch)
         return predict(MODEL, changed, cluster).parts["host"]
 
-    assert max(waited_s(Engine.FSDP2, batch) for batch in (1, 16)) < 1e-4
+    assert max(waited_s(Engine.FSDP2, batch) for batch in (1, 16)) < 1e-3
     if devices == 1:
-        assert waited_s(Engine.FSDP1, 1) < 1e-4
+        assert waited_s(Engine.FSDP1, 1) < 1e-3
     else:
         calls_s = 32 * (8 + 8 + 16) * 1e-3  # forward, again, backward with its reduces
         assert 0.5 * calls_s < waited_s(Engine.FSDP1, 1) < calls_s

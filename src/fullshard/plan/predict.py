@@ -10,7 +10,7 @@ from fullshard.plan.cluster.cluster import Cluster, Constants
 from fullshard.plan.cluster.devices import fitted_constants, fitted_runs, fitted_spread
 from fullshard.plan.memory import MemoryForecast, forecast_memory
 from fullshard.plan.model.operations import Model
-from fullshard.plan.run import Loss, Run
+from fullshard.plan.run import Loss, Recompute, Run
 from fullshard.plan.step.clock import replay
 from fullshard.plan.step.interval import (
     ALMOST_FULL,
@@ -66,12 +66,16 @@ class Prediction:
     def memory_interval(self) -> tuple[int, int]:
         """Least and most bytes of the device's memory, as a 90% interval.
 
-        The least is without what the caller of a plain loss may not keep, and without slack.
+        The least is without what the caller of a plain loss may not keep, and without slack. The
+        most has what is left of the logits' memory where later tensors, those of recomputed blocks
+        above all, have cut it up: half of it, as on an H100.
         """
         peak = self.memory.peak
+        cut_up = peak["logits and loss"] // 2 if self.run.recompute is Recompute.FULL else 0
         spared = 5 * peak["logits and loss"] // 11 if self.run.loss is Loss.PLAIN else 0
         slack = peak["allocator slack"]
-        return self.memory.peak_bytes - spared - 2 * slack, self.memory.peak_bytes + slack // 2
+        least = self.memory.peak_bytes - spared - 2 * slack
+        return least, self.memory.peak_bytes + max(slack // 2, cut_up)
 
     @property
     def host_bytes(self) -> int:
@@ -142,7 +146,7 @@ def predict(
         timeline.parts,
         timeline.communication_s,
         samples * (run.sequence or model.context) / step_s,
-        flops / cluster.device.peak(run.compute_dtype),
+        flops / cluster.device.peak(run.product_dtype),
         found,
     )
 

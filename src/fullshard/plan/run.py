@@ -10,11 +10,13 @@ from fullshard.core.spec import item_bytes
 from fullshard.core.strategy import Offload, Precision, Prefetch, ShardingStrategy
 
 __all__ = [
+    "ONE_BY_ONE",
     "OPTIMIZERS",
     "AttentionKernel",
     "Engine",
     "ExpertKernel",
     "Loss",
+    "OptimizerKernels",
     "Recompute",
     "Run",
     "Wrap",
@@ -59,7 +61,10 @@ class AttentionKernel(Enum):
     FLASH3 = "flash3"  # arXiv:2407.08608, Hopper
     FLASH4 = "flash4"  # Hopper and Blackwell
     CUDNN = "cudnn"
-    MATH = "math"  # scores in memory, in float32
+    MASKED = "masked"  # what PyTorch picks beside a mask, as of padding: no score is left out
+    EFFICIENT = "efficient"  # beside a mask memory-efficient ones, as PyTorch picked before 2.11
+    EAGER = "eager"  # written by hand, as transformers do: scores in memory, softmax in float32
+    MATH = "math"  # PyTorch's own: scores in memory, in float32
     TRITON = "triton"  # the first FlashAttention as a Triton kernel, of 2022 and 2023
 
 
@@ -70,6 +75,20 @@ class ExpertKernel(Enum):
     FUSED = "fused"  # the same, rows moved by kernels of their own, as DeepEP and Megatron have
     PADDED = "padded"  # stacked, each with as many rows as the fullest: batched products
     LOOP = "loop"  # one after another, as transformers had them; the host waits for each
+    SLICED = (
+        "sliced"  # the same out of a stack, as transformers have them: whole gradients for each
+    )
+
+
+ONE_BY_ONE = (ExpertKernel.LOOP, ExpertKernel.SLICED)
+
+
+class OptimizerKernels(Enum):
+    """The kernels of an optimizer's step."""
+
+    FUSED = "fused"  # all of an update in one
+    FOREACH = "foreach"  # one for each operation, over all parameters
+    LOOP = "loop"  # one for each operation and parameter
 
 
 class Engine(Enum):
@@ -94,7 +113,8 @@ class Run:
     ``accumulate`` micro-batches per step; with ``sync_each`` false full gradients are kept between
     them and reduced once. ``param_dtype`` is how parameters rest; ``precision`` says in which
     dtypes they are gathered and reduced, ``autocast`` in which the model computes if not that of
-    the gathered ones. ``replicas`` is the number of groups under hybrid sharding.
+    the gathered ones; with ``tf32`` products of float32 are made in TF32, which PyTorch does not
+    unless it is told to. ``replicas`` is the number of groups under hybrid sharding.
     ``recompute_every`` n recomputes each n-th block, ``recompute_blocks`` only so many; with
     ``recompute_stops`` it ends where the last tensor that backward needs is there again (PyTorch
     2.1 and newer). ``lora_rank`` 0 trains all parameters. ``fused_norms`` are one kernel each.
@@ -111,6 +131,7 @@ class Run:
     keep for backward waits in the host's memory. With ``use_cache`` the model hands out keys and
     values, as transformers' do unless they are told not to, and the caller keeps them until
     backward, recomputed blocks or not.
+    ``optimizer_kernels`` None is unknown, and taken for fused.
     ``overhead_s`` is what the loop adds to a step (None: unknown, as much as those of fitted rows).
     """
 
@@ -135,7 +156,7 @@ class Run:
     use_cache: bool = False
     prefetch: Prefetch = field(default_factory=Prefetch)
     optimizer: str = "adamw"
-    fused_optimizer: bool = True
+    optimizer_kernels: OptimizerKernels | None = None
     lora_rank: int = 0
     compiled: bool = False
     loss: Loss = Loss.PLAIN
@@ -151,6 +172,7 @@ class Run:
     fp8: bool = False
     gather_dtype: str | None = None
     autocast: str | None = None
+    tf32: bool = False
     align: Align = "element"
     overhead_s: float | None = None
 
@@ -192,6 +214,11 @@ class Run:
     def compute_dtype(self) -> str:
         """The dtype of activations and matrix products."""
         return self.autocast or self.precision.full_dtype(self.param_dtype)
+
+    @property
+    def product_dtype(self) -> str:
+        """The name under which a device tells its peak for this run's products."""
+        return "tfloat32" if self.tf32 and self.compute_dtype == "float32" else self.compute_dtype
 
     @property
     def full_item(self) -> int:

@@ -17,6 +17,7 @@ from fullshard.plan.run import (
     Engine,
     ExpertKernel,
     Loss,
+    OptimizerKernels,
     Recompute,
     Run,
     Wrap,
@@ -41,6 +42,7 @@ PRECISIONS: Mapping[str, tuple[str, Precision]] = {
     "bf16-amp": ("float32", Precision()),
     "fp16": ("float32", Precision(compute="float16", reduce="float32")),
     "fp32": ("float32", Precision()),
+    "tf32": ("float32", Precision()),
 }
 OFFLOADS: Mapping[str, Offload] = {
     "none": Offload(),
@@ -104,7 +106,8 @@ def _precision(run: Run, value: str) -> Run:
         return replace(_precision(run, "bf16"), fp8=True)
     dtype, precision = PRECISIONS[choose_one("precision", value, (*PRECISIONS, "fp8"))]
     autocast = "bfloat16" if value == "bf16-amp" else None
-    return replace(run, param_dtype=dtype, precision=precision, fp8=False, autocast=autocast)
+    told = {"param_dtype": dtype, "precision": precision, "autocast": autocast}
+    return replace(run, **told, fp8=False, tf32=value == "tf32")  # type: ignore[arg-type]
 
 
 def _reduce(run: Run, value: str) -> Run:
@@ -155,6 +158,7 @@ RUN_KEYS: Mapping[str, Callable[[Run, str], Run]] = {
     "use-cache": _field("use-cache", _flag),
     "prefetch": _prefetch,
     "optimizer": _field("optimizer", lambda key, text: choose_one(key, text, tuple(OPTIMIZERS))),
+    "optimizer-kernels": _field("optimizer-kernels", _member(OptimizerKernels)),
     "lora": _field("lora", _whole, "lora_rank"),
     "compiled": _field("compiled", _flag),
     "loss": _field("loss", _member(Loss)),

@@ -48,8 +48,9 @@ class Device:
     """One accelerator, or a host's CPU as one rank uses it.
 
     ``driver`` is the name that drivers have for it, in small letters: a device whose name has all
-    its words is this one. ``flops`` are dense peaks in FLOP/s by dtype name, ``memory_bytes`` what
-    the driver shows, ``bandwidth`` that of its memory in bytes/s, ``host_link`` that to the host's.
+    its words is this one. ``flops`` are dense peaks in FLOP/s by dtype name, tfloat32 for float32
+    in matrix units, ``memory_bytes`` what the driver shows, ``bandwidth`` that of its memory in
+    bytes/s, ``host_link`` that to the host's.
     ``sustained`` is the share of the peak that the best large matrix products reach, ``attention``
     that of fused attention kernels over forward and backward with long sequences, of which they
     reach half with ``attention_ramp`` tokens; ``sdpa`` is the one of these that PyTorch picks.
@@ -99,6 +100,8 @@ class Device:
 
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s of matrix products in ``dtype``."""
+        if dtype == "tfloat32" and dtype not in self.flops:
+            dtype = "float32"
         try:
             return self.flops[dtype]
         except KeyError:

@@ -55,7 +55,7 @@ def prediction_data(prediction: Prediction, tokens: float = 0.0) -> dict[str, An
 _SAME = (
     *("replicas", "micro_batch", "accumulate", "sequence", "sync_each", "offload_activations"),
     *("use_cache", "param_dtype", "compute_dtype", "optimizer", "expert_parallel", "imbalance"),
-    *("overhead_s", "compiled", "tensor_parallel", "cut_embedding", "kept_router_loss"),
+    *("overhead_s", "compiled", "tensor_parallel", "cut_embedding", "kept_router_loss", "tf32"),
 )
 _BY_VALUE = ("wrap", "recompute", "loss", "attention", "engine")
 
@@ -71,6 +71,7 @@ def _run_data(run: Run) -> dict[str, Any]:
         "reduce_dtype": run.precision.grad_dtype(run.param_dtype),
         "lora": run.lora_rank,
         "experts": None if run.experts is None else run.experts.value,
+        "optimizer_kernels": run.optimizer_kernels and run.optimizer_kernels.value,
     }
 
 

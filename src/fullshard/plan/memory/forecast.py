@@ -22,7 +22,7 @@ from fullshard.plan.memory.resting import (
     resting_memory,
 )
 from fullshard.plan.model.operations import Model
-from fullshard.plan.run import Engine, Run
+from fullshard.plan.run import Engine, OptimizerKernels, Run
 from fullshard.plan.step.script import Act, Pass, Script, offloaded_bytes
 
 __all__ = [
@@ -249,7 +249,8 @@ class _Replay:
     def _optimizer_step(self) -> Bytes:
         """Add a temporary like the parameters for foreach kernels; fused ones need none."""
         now = self._now()
-        if self._run.fused_optimizer or self.resting.on_host or self._run.optimizer == "sgd":
+        foreach = self._run.optimizer_kernels is OptimizerKernels.FOREACH
+        if not foreach or self.resting.on_host or self._run.optimizer == "sgd":
             return now
         parameters = sum(
             segment.slice_bytes

@@ -9,7 +9,7 @@ from fullshard.core.spec import ModelSpec, ParamSpec
 from fullshard.plan.model.operations import Kind, ModelCall, Operation, Workload
 from fullshard.plan.model.shape import Experts, HeadNorm, Norm, Shape, block_specs, norm_specs
 from fullshard.plan.model.work import Pricer
-from fullshard.plan.run import ExpertKernel, Run, Wrap
+from fullshard.plan.run import ONE_BY_ONE, ExpertKernel, Run, Wrap
 
 __all__ = ["Decoder", "with_lora"]
 
@@ -321,6 +321,8 @@ def _at_experts(
     after = [combine]
     if padded:
         own = [*_padding(arrived, here, rows, experts.count, own)]
+    if run.experts is ExpertKernel.SLICED:
+        own = [_sliced(each, experts.count) for each in own]
     if travels:
         before.append(_exchange("rows to experts", arrived, rows, kept=not padded))
         after.insert(0, _exchange("rows from experts", arrived, rows))
@@ -352,7 +354,7 @@ def _moved_rows(
     combine = replace(
         combine, forward=replace(combine.forward, bytes=price.item * price.tokens * added)
     )
-    if run.experts is not ExpertKernel.LOOP:
+    if run.experts not in ONE_BY_ONE:
         return dispatch, combine
     # Each expert looks for its rows, which the host has to know the number of; the gradient of all
     # tokens is made and added up for each.
@@ -390,6 +392,22 @@ def _padding(
     waits = 0
     yield from (*others, replace(last, saved_bytes=last.saved_bytes - last.output_bytes))
     yield copied("unpadding", real, wide)
+
+
+def _sliced(product: Operation, count: int) -> Operation:
+    """The gradient of each slice of a stack is a whole stack, zero elsewhere, added to the others.
+
+    Three bytes move for each of the stack's.
+    """
+    if product.kind is not Kind.MATMUL:
+        return product
+    _, n, k = product.forward.shape or (0, 0, 0)
+    whole = 2.0 * count * n * k
+    backward = product.backward
+    return replace(
+        product,
+        backward=replace(backward, bytes=backward.bytes + 3 * count * whole, kernels=5 * count),
+    )
 
 
 def _in_order(name: str, price: Pricer, rows: float) -> Operation:

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shapes of transformers, as configurations state them, and the names that their modules have."""
 
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from importlib import resources
 from typing import Any
 
 from fullshard.core.errors import ConfigurationError, check_whole
@@ -11,6 +13,7 @@ from fullshard.core.presets import Transformer
 from fullshard.core.spec import ParamSpec
 
 __all__ = [
+    "NAMINGS",
     "Experts",
     "HeadNorm",
     "Latent",
@@ -116,78 +119,17 @@ class Naming:
     norms_first: bool = True
 
 
-LLAMA = Naming(
-    blocks="model.layers",
-    embedding="model.embed_tokens",
-    final_norm="model.norm",
-    head="lm_head",
-    attention="self_attn",
-    query="q_proj",
-    key="k_proj",
-    value="v_proj",
-    out="o_proj",
-    attention_norm="input_layernorm",
-    feed_forward="mlp",
-    gate="gate_proj",
-    up="up_proj",
-    down="down_proj",
-    feed_forward_norm="post_attention_layernorm",
-    norms_first=False,
-)
-GEMMA = replace(
-    LLAMA,
-    feed_forward_norm="pre_feedforward_layernorm",
-    after_attention="post_attention_layernorm",
-    after_feed_forward="post_feedforward_layernorm",
-)
-OLMO = replace(
-    LLAMA,
-    attention_norm="post_attention_layernorm",
-    feed_forward_norm="post_feedforward_layernorm",
-)
-GPT2 = Naming(
-    blocks="transformer.h",
-    embedding="transformer.wte",
-    positions="transformer.wpe",
-    final_norm="transformer.ln_f",
-    head="lm_head",
-    attention="attn",
-    joint="c_attn",
-    out="c_proj",
-    attention_norm="ln_1",
-    feed_forward="mlp",
-    up="c_fc",
-    down="c_proj",
-    feed_forward_norm="ln_2",
-)
-MPT = replace(
-    GPT2,
-    blocks="transformer.blocks",
-    final_norm="transformer.norm_f",
-    joint="Wqkv",
-    out="out_proj",
-    attention_norm="norm_1",
-    feed_forward="ffn",
-    up="up_proj",
-    down="down_proj",
-    feed_forward_norm="norm_2",
-)
+def _namings() -> dict[str, Naming]:
+    file = resources.files("fullshard.plan.model").joinpath("namings.toml")
+    found: dict[str, Naming] = {}
+    for name, told in tomllib.loads(file.read_text("utf-8")).items():
+        base = found[told.pop("like")] if "like" in told else Naming()
+        found[name] = replace(base, **told)
+    return found
 
 
-NEOX = replace(
-    GPT2,
-    blocks="gpt_neox.layers",
-    embedding="gpt_neox.embed_in",
-    final_norm="gpt_neox.final_layer_norm",
-    head="embed_out",
-    attention="attention",
-    joint="query_key_value",
-    out="dense",
-    attention_norm="input_layernorm",
-    up="dense_h_to_4h",
-    down="dense_4h_to_h",
-    feed_forward_norm="post_attention_layernorm",
-)
+NAMINGS = _namings()
+"""The names of each family, such as LLAMA's."""
 
 
 @dataclass(frozen=True)
@@ -330,9 +272,8 @@ class Shape:
         return experts if experts is not None and block >= experts.dense_blocks else None
 
 
-_NAMINGS = {"LLAMA": LLAMA, "GEMMA": GEMMA, "OLMO": OLMO, "GPT2": GPT2, "MPT": MPT, "NEOX": NEOX}
 _READ: dict[str, Callable[[Any], Any]] = {
-    "naming": _NAMINGS.__getitem__,
+    "naming": NAMINGS.__getitem__,
     "norm": Norm,
     "query_key_norm": HeadNorm,
     "experts": lambda told: Experts(**told),

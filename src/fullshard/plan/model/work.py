@@ -9,8 +9,12 @@ from fullshard.plan.run import AttentionKernel, Loss, Run
 
 __all__ = ["Pricer"]
 
-# Bytes a score moves: PyTorch's math kernel on a B200, in the table that devices.toml names.
-_SCORE_BYTES = (77.0, 36.0)
+# Bytes that a score moves in forward and in backward: PyTorch's math kernel on a B200, in the table
+# that devices.toml names, and transformers' own attention on an H100 (benchmarks/data/measured).
+# And what is kept of it beside a softmax in float32: the eager one a cast to the values' dtype.
+_SCORE_BYTES = {AttentionKernel.MATH: (77.0, 36.0), AttentionKernel.EAGER: (32.0, 40.0)}
+# Windows leave out no work of these.
+_WHOLE = (*_SCORE_BYTES, AttentionKernel.MASKED, AttentionKernel.EFFICIENT)
 _PIECE_TOKENS = 2048  # of a chunked loss
 _KEEPING = (Loss.PLAIN, Loss.KEPT, Loss.NATIVE)  # whose callers have the logits
 
@@ -33,7 +37,7 @@ class Pricer:
     trained: bool = True
     fused: bool = False
     fused_norms: bool = True
-    math: bool = False
+    kernel: AttentionKernel = AttentionKernel.FLASH
     casts: bool = False
     wide_item: int = 0
     wide_norms: bool = False
@@ -49,7 +53,7 @@ class Pricer:
             run.lora_rank == 0,
             run.compiled,
             run.compiled or run.fused_norms,
-            run.attention is AttentionKernel.MATH,
+            run.attention,
             run.autocast is not None and item_bytes(run.autocast) < run.full_item,
             4 if run.autocast is not None and not run.compiled else item_bytes(run.compute_dtype),
         )
@@ -106,10 +110,12 @@ class Pricer:
     ) -> Operation:
         """A fused kernel that keeps its output and one float32 a row (arXiv:2307.08691).
 
-        A causal mask halves the work; backward computes the scores again: 5 products for 2. The
-        math kernel makes all scores, and keeps their softmax in float32.
+        A causal mask halves the work; backward computes the scores again: 5 products for 2. Others
+        make all scores, and keep their softmax in float32.
         """
         span, seen = self.length / 2, self.length
+        if self.kernel in _WHOLE:
+            window = 0
         if window and window < self.length:
             span, seen = min(span, window), window
         flops = 4.0 * self.tokens * span * heads * head_width
@@ -118,9 +124,10 @@ class Pricer:
         kept = self.tokens * (self.item * heads * head_width + 4 * heads)
         shape, moved_back = (seen, heads, head_width), 2.0 * moved
         scores = self.tokens * heads * self.length
-        if self.math:
-            moved, moved_back = (scores * each for each in _SCORE_BYTES)
-            cast = self.item if self.item < 4 else 0
+        in_memory = self.kernel in _SCORE_BYTES
+        if in_memory:
+            moved, moved_back = (scores * each for each in _SCORE_BYTES[self.kernel])
+            cast = self.item if self.item < 4 and self.kernel is AttentionKernel.EAGER else 0
             kept += (4 + cast + dropout) * scores  # softmax in float32, its cast, a mask
         return Operation(
             "attention",
@@ -128,7 +135,7 @@ class Pricer:
             Workload(flops, moved, shape=shape),
             Workload(2.5 * flops, moved_back, kernels=3, shape=shape),
             saved_bytes=kept,
-            scratch_bytes=4 * scores if self.math else 0,
+            scratch_bytes=4 * scores if in_memory else 0,
             output_bytes=self.item * self.tokens * heads * head_width,
             backward_scratch_bytes=self.item * self.tokens * features,
             cheap=False,
@@ -164,7 +171,7 @@ class Pricer:
         """A normalisation of ``width`` features in one kernel, two in backward.
 
         Not fused, it goes through float32 in six: to float32, square, mean, scale, back, weight;
-        ``wide`` ones come back last.
+        ``wide`` ones come back last. Backward then moves 90 bytes an element in 16 bits (H100).
         Its output is kept by the products that read it, unless they cast it: that of all
         ``gathered`` devices among which tokens are cut, where these share the products.
         """
@@ -172,7 +179,9 @@ class Pricer:
         if self.layer_norms:  # PyTorch's own is one kernel, and keeps its input as eager models do
             kept += 0 if self.fused_norms else width
         elif not self.fused_norms:
-            wide = self.pointwise(name, 9.0 * width, 8.0 * width, kernels=6)
+            wide = self.pointwise(
+                name, 10.0 * width, 8.0 * width, kernels=6, backward=(45.0 * width, 14)
+            )
             copy, out = 4 * (self.item < 4), self.item * gathered * (not self.casts)
             product = 4 if self.wide_norms else self.item
             return replace(wide, saved_bytes=self.tokens * width * (copy + product + out))
@@ -241,7 +250,7 @@ class Pricer:
         logits, wide = item * tokens * vocab, 4 * tokens * vocab
         if loss in (Loss.PLAIN, Loss.KEPT, Loss.FREED):
             # To float32, log-softmax, pick; one of a cut vocabulary is made of single kernels.
-            reads, backs = (9, 8) if cut else (4, 3)
+            reads, backs = (9, 8) if cut else (5, 5)
             work = (
                 Workload(bytes=float(logits + reads * wide), kernels=7 if cut else 4),
                 Workload(bytes=float(backs * wide + logits), kernels=6 if cut else 4),
@@ -268,6 +277,11 @@ class Pricer:
             work = Workload(bytes=5.0 * wide, kernels=3), Workload(bytes=4.0 * wide, kernels=3)
             return work, wide, wide - logits, wide  # 16-bit logits go when these are made
         piece = min(tokens, _PIECE_TOKENS)
-        launched = -(-tokens // piece) * 3
-        work = Workload(bytes=4.0 * logits, kernels=launched), Workload(kernels=1)
+        launched = -(-tokens // piece) * 6
+        # Each piece as a plain loss, made again in backward.
+        once = float(logits + 5 * wide)
+        work = (
+            Workload(bytes=once, kernels=launched),
+            Workload(bytes=2 * once, kernels=2 * launched),
+        )
         return work, 0, piece * vocab * (item + 4), 0

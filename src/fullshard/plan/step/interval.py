@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from fullshard.plan.cluster.cluster import Cluster
+from fullshard.plan.cluster.cluster import Cluster, Device
 from fullshard.plan.run import AttentionKernel, ExpertKernel, Run
 from fullshard.plan.step.clock import Timeline
+from fullshard.plan.step.prices import masked_longer
 from fullshard.plan.step.script import Script
 
 __all__ = [
@@ -30,9 +31,9 @@ _SEEN_DEVICES = 512  # the largest cluster among the rows of the fit
 _ASSUMED = 0.08  # of time, for each field of a device that nobody has measured
 _HOST = 0.2  # of a step: from here on it is bound by the host
 _LOOP_S = 0.1  # of a loop's own in a step: data, logging, norms that are waited for
-# A kernel takes a host of 2016 some 30 us, five times what the fitted hosts take: an eager block
-# with autocast and autograd takes a slow core of 2026 13 to 16 us an operation.
-_SLOW_HOST = 5.0
+# The fitted host, 16 cores of a virtual machine of 2026, takes 18 us for each kernel that runs, 31
+# for each that is counted; others may take twice that.
+_SLOW_HOST = 2.0
 # Of a step, where tokens go to experts, of which no fitted row has any: if it is told how these
 # are computed, and if it is not.
 _EXPERTS = (0.08, 0.16)
@@ -94,7 +95,7 @@ def _found(
     if host > 0.02:
         bound = "bound by the host" if host > _HOST else "the device waits for its host"
         yield Unknown(bound, 0.3 * host)
-    yield from _later(timeline, run)
+    yield from _later(timeline, run, cluster.device)
     if run.attention is AttentionKernel.FLASH:
         slower = 1 - device.attention["flash2"] / max(device.attention.values())
         share = timeline.attention_s / step * slower / 2
@@ -111,12 +112,22 @@ def _found(
         yield Unknown(f"more than {_SEEN_DEVICES} devices", 0.02 * doublings)
 
 
-def _later(timeline: Timeline, run: Run) -> Iterator[Unknown]:
+def _later(timeline: Timeline, run: Run, device: Device) -> Iterator[Unknown]:
+    step = timeline.step_s
     if run.overhead_s is None:
         name = "the loop's own time: --overhead tells"
-        yield Unknown(name, _LOOP_S / timeline.step_s, later=True)
+        yield Unknown(name, _LOOP_S / step, later=True)
+    longer = (timeline.loop_s - timeline.parts["optimizer"]) / step
+    if run.optimizer_kernels is None and longer > 0.02:
+        name = "an optimizer that loops over parameters: --optimizer-kernels tells"
+        yield Unknown(name, longer, later=True)
+    if run.attention is AttentionKernel.FLASH and not run.compiled:
+        longer = (masked_longer(device) - 1) * timeline.attention_s / step
+        if longer > 0.02:
+            name = "a mask beside attention, as of padding: --attention tells"
+            yield Unknown(name, longer, later=True)
     beside = sum(timeline.parts[name] for name in ("optimizer", "step overhead", "stragglers"))
-    slow = (_SLOW_HOST * timeline.launched_s + beside) / timeline.step_s - 1
+    slow = (_SLOW_HOST * timeline.launched_s + beside) / step - 1
     if slow > 0:
         yield Unknown("bound by the host, if that is slow", slow, later=True)
 

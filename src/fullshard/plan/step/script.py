@@ -14,7 +14,7 @@ from fullshard.core.grouping import deepest_around
 from fullshard.core.schedule import Event, Moment, Op, OpKind, compile_step
 from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.model.operations import Model, ModelCall
-from fullshard.plan.run import ExpertKernel, Run
+from fullshard.plan.run import ONE_BY_ONE, Run
 from fullshard.plan.step.units import PlannedUnit, units_of
 
 __all__ = [
@@ -134,7 +134,7 @@ def write_script(
     events = [each for each in walk.walked if isinstance(each, Event)]
     policies = {number: each.policy for number, each in enumerate(units)}
     prefetch = run.prefetch
-    if run.experts is ExpertKernel.LOOP:  # the host, which waits for these, is not ahead
+    if run.experts in ONE_BY_ONE:  # the host, which waits for these, is not ahead
         prefetch = replace(prefetch, forward=0)
     compiled = compile_step(events, policies, prefetch)
     ops = iter(_as_carried_out(compiled, units))

@@ -15,11 +15,12 @@ that the device had left to do then: with less than a thousand launches before i
 waited for room in the queue either. Two questions more are by the wall clock, from a device that is
 idle to one that is idle again: a forward and backward over the fake group, and over NCCL with one
 rank that computes in bf16 (so it gathers and frees like many), where it is also replayed as a CUDA
-graph.
+graph. On a GPU this has not been measured yet.
 """
 
 import argparse
 import gc
+import itertools
 import statistics
 import sys
 import tempfile
@@ -152,11 +153,11 @@ QUESTIONS = {
 }
 
 
-def measure(models, questions, rounds, device):
-    """For each question and model: microseconds per unit, and the ratio to the peer's."""
-    rows = []
+def measure(models, questions, rounds, device, world):
+    """Yield for each question rows of all models: time per unit, and the ratio to the peer's."""
     units = len(models[BASE])
     for question, ask in questions.items():
+        rows = []
         found = {name: [] for name in models}
         watches = {name: Stopwatch(device) for name in models}
         for _ in range(rounds):
@@ -168,6 +169,8 @@ def measure(models, questions, rounds, device):
             peer = [p - b for p, b in zip(found[PEER], base, strict=True)]
             own = [t - b for t, b in zip(times, base, strict=True)]
             row = {
+                "world": world,
+                "device": torch.cuda.get_device_name() if device.type == "cuda" else device.type,
                 "question": question,
                 "engine": name,
                 "us_per_unit": 1e6 * statistics.median(own) / units,
@@ -176,19 +179,18 @@ def measure(models, questions, rounds, device):
             if device.type == "cuda" and question != WALL:
                 row["behind_us"] = round(1e6 * watches[name].behind_s)
             rows.append(row)
-    return rows
+        yield rows
 
 
 def over_fake_ranks(world, units, rounds, device):
-    """Rows of all engines, as one of ``world`` ranks whose collectives do nothing."""
+    """Yield rows of all engines, as one of ``world`` ranks whose collectives do nothing."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     with Silence().patched():
         models = {name: make(units, device) for name, make in ENGINES.items()}
         for model in models.values():
             step_s(model, Stopwatch(device).host_s)  # schedules are made, memory is there
-        rows = measure(models, QUESTIONS, rounds, device)
+        yield from measure(models, QUESTIONS, rounds, device, world)
     dist.destroy_process_group()
-    return [{"world": world, "device": name_of(device), **row} for row in rows]
 
 
 # ---- as a CUDA graph ----------------------------------------------------------------------------
@@ -236,7 +238,7 @@ def captured_by_fullshard(model, step):
 
 
 def as_graphs(units, rounds, device):
-    """Rows of one rank over NCCL, with and without graphs; who cannot be captured has no row."""
+    """Yield rows of one rank over NCCL; who cannot be captured as a graph has no row for it."""
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(str(Path(folder, "store")), 1)
         dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=device)
@@ -260,14 +262,10 @@ def as_graphs(units, rounds, device):
                 models[f"{name}, captured"] = Replayed(make[name](units, device), how)
             except Exception as error:
                 print(f"{name} cannot be captured: {error}", file=sys.stderr)
-        rows = measure(models, {WALL: QUESTIONS[WALL]}, rounds, device)
+        questions = {WALL: QUESTIONS[WALL]}
+        yield from measure(models, questions, rounds, device, 1)
         del models
         dist.destroy_process_group()
-    return [{"world": 1, "device": name_of(device), **row} for row in rows]
-
-
-def name_of(device):
-    return torch.cuda.get_device_name() if device.type == "cuda" else device.type
 
 
 def main():
@@ -281,19 +279,25 @@ def main():
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", FutureWarning)  # of FSDP1, about itself
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
-    rows = []
-    for world in args.worlds:
-        rows += over_fake_ranks(world, args.units, args.rounds, device)
+    parts = [over_fake_ranks(world, args.units, args.rounds, device) for world in args.worlds]
     if device.type == "cuda":
-        rows += as_graphs(args.units, args.rounds, device)
-    table = Table("ranks", "question", "engine", "us a unit", "of FSDP2's", "us behind")
+        parts.append(as_graphs(args.units, args.rounds, device))
+    rows = []
+    for each in itertools.chain.from_iterable(parts):
+        show(each)
+        rows += each
+        write_report(args.out, rows)  # what there is, should it be stopped
+
+
+def show(rows):
+    table = Table(
+        "ranks", "engine", "us a unit", "of FSDP2's", "us behind", title=rows[0]["question"]
+    )
     for row in rows:
         compared = f"{row['ratio_to_fsdp2']:.2f}" if row["engine"] != BASE else ""
         us = f"{row['us_per_unit']:.0f}"
-        behind = str(row.get("behind_us", ""))
-        table.add_row(str(row["world"]), row["question"], row["engine"], us, compared, behind)
-    Console(width=None if sys.stdout.isatty() else 120).print(table)
-    write_report(args.out, rows)
+        table.add_row(str(row["world"]), row["engine"], us, compared, str(row.get("behind_us", "")))
+    Console(width=None if sys.stdout.isatty() else 100).print(table)
 
 
 if __name__ == "__main__":

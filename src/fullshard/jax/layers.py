@@ -464,16 +464,13 @@ def used_outside(jaxpr: Any, names: Sequence[str]) -> dict[str, str]:
 
 
 def _constants_of(scan: Any, body: Any) -> int:
-    """Count the first operands of a scan: what is neither carried nor has a row for each turn.
-
-    By the shapes inside and outside, since its parameters differ between versions of JAX.
-    """
-    carried = sum(map(_same_rank, scan.outvars, body.outvars))
-    return sum(map(_same_rank, scan.invars, body.invars)) - carried
-
-
-def _same_rank(outside: Any, inside: Any) -> bool:
-    return len(outside.aval.shape) == len(inside.aval.shape)
+    """Count a scan's first operands, neither carried nor cut; its parameters differ by version."""
+    inside, outside = (body.invars, body.outvars), (scan.invars, scan.outvars)
+    whole = [
+        sum(a.aval.ndim == b.aval.ndim for a, b in zip(*both, strict=True))
+        for both in zip(inside, outside, strict=True)
+    ]
+    return whole[0] - whole[1]
 
 
 def _walk(jaxpr: Any, named: dict[Any, str], outside: dict[str, str]) -> list[str | None]:

@@ -492,9 +492,8 @@ def _walk(jaxpr: Any, named: dict[Any, str], outside: dict[str, str]) -> list[st
                 theirs = weights[max(0, len(weights) - len(one.invars)) :]
                 pairs = zip(one.invars, theirs, strict=False)
                 results = _walk(one, {a: b for a, b in pairs if b}, outside)
-            if kind == "scan":
-                constants = weights[: _constants_of(eqn, inner[0])]
-                outside.update((each, AROUND_LOOP) for each in constants if each in outside)
+            constants = weights[: _constants_of(eqn, inner[0])] if kind == "scan" else ()
+            outside.update((each, AROUND_LOOP) for each in constants if each in outside)
         elif not any(x.aval.shape for x in eqn.invars if not name(x)):
             results = [next(filter(None, weights))] * len(eqn.outvars)
         named.update((x, n) for x, n in zip(eqn.outvars, results, strict=False) if n)

@@ -104,6 +104,7 @@ def _mosaic(path: Path, record: dict[str, str]) -> Row:
         else Recompute.NONE,
         fp8="fp8" in record["precision"],
         attention=AttentionKernel.TRITON,
+        optimizer_kernels=OptimizerKernels.FUSED,  # its loop is over one flat parameter a unit
         engine=Engine.FSDP1,
         loss=Loss.FUSED,
         recompute_stops=not pure,  # PURE rows were made with PyTorch 1.13, which went to the end

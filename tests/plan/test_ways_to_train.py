@@ -8,8 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from fullshard.plan import Recompute, Run, cluster_of, named_device, named_model, predict
+from fullshard.core.strategy import Precision
+from fullshard.plan import (
+    Recompute,
+    Run,
+    cluster_of,
+    named_device,
+    named_model,
+    predict,
+    write_script,
+)
 from fullshard.plan.choose.settings import Setup, with_setting
+from fullshard.plan.memory import memory_timeline
 from fullshard.plan.run import AttentionKernel, Engine, OptimizerKernels
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -107,6 +117,21 @@ def test_a_loop_over_dtensors_takes_the_host_longest():
     assert of(Engine.FSDP2, loop) > 5 * of(Engine.FULLSHARD, loop)
     assert of(Engine.FSDP2, OptimizerKernels.FUSED) == of(Engine.FSDP2, None)
     assert of(Engine.FSDP2, OptimizerKernels.FOREACH) > 2 * of(Engine.FSDP2, None)
+
+
+def test_an_untold_optimizer_is_given_the_room_of_a_foreach_one():
+    """PyTorch's default: a temporary like the trained parameters, while a step is made."""
+    few = replace(RUN, sequence=64, param_dtype="bfloat16", precision=Precision())
+
+    def held(kernels):
+        run = replace(few, optimizer_kernels=kernels)
+        cluster = cluster_of(H100, 1)
+        script = write_script(MODEL, run, cluster)
+        return memory_timeline(script, run, cluster)[-1].bytes["optimizer"]
+
+    fused, foreach = held(OptimizerKernels.FUSED), held(OptimizerKernels.FOREACH)
+    assert foreach - fused == 2 * MODEL.spec(few).numel
+    assert held(None) == foreach
 
 
 def test_what_is_not_told_of_a_loop_is_later_only():

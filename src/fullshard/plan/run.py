@@ -131,7 +131,7 @@ class Run:
     keep for backward waits in the host's memory. With ``use_cache`` the model hands out keys and
     values, as transformers' do unless they are told not to, and the caller keeps them until
     backward, recomputed blocks or not.
-    ``optimizer_kernels`` None is unknown, and taken for fused.
+    ``optimizer_kernels`` None is unknown: as fast as fused ones, with the room of foreach ones.
     ``overhead_s`` is what the loop adds to a step (None: unknown, as much as those of fitted rows).
     """
 

@@ -249,7 +249,7 @@ class _Replay:
     def _optimizer_step(self) -> Bytes:
         """Add a temporary like the parameters for foreach kernels; fused ones need none."""
         now = self._now()
-        foreach = self._run.optimizer_kernels is OptimizerKernels.FOREACH
+        foreach = self._run.optimizer_kernels in (None, OptimizerKernels.FOREACH)
         if not foreach or self.resting.on_host or self._run.optimizer == "sgd":
             return now
         parameters = sum(

@@ -67,10 +67,11 @@ def corrected(record: Record) -> Device:
     """The record's device with constants of its own: its run is predicted nearly as measured.
 
     Everything takes longer or shorter as the run did, the loop included, but for the part of the
-    difference that is expected of one run beside others like it: the fitted rows' spread, squared,
-    over all that was uncertain. A run that sent nothing says nothing of links. The allocator's
-    slack is what makes the peak right, if the record has one. A run whose memory was almost full
-    may have waited for the allocator instead, which others do not: half of its difference counts.
+    difference that is expected of one run beside others like it: half of the fitted rows' spread,
+    squared, over all that was uncertain; the other half is taken for that of loops. A run that sent
+    nothing says nothing of links. The allocator's slack is what makes the peak right, if the record
+    has one. A run whose memory was almost full may have waited for the allocator instead, which
+    others do not: half of its difference counts.
     Raises `ConfigurationError` for a speed or a peak that no such run can have.
     """
     device = record.cluster.device
@@ -79,7 +80,7 @@ def corrected(record: Record) -> Device:
     _refuse_impossible(record, found)
     faster = record.tokens_per_s / found.tokens_per_s
     uncertain = math.log(found.step_s / found.low_s)
-    shared = 1 - (fitted_spread() / uncertain) ** 2
+    shared = 1 - (fitted_spread() / uncertain) ** 2 / 2
     faster **= shared / 2 if found.almost_full else shared
     links = ("inside_share", "between_share") if found.communication_s else ()
     rates = ("matmul_share", "attention_share", "memory_share", *links)

@@ -21,6 +21,8 @@ __all__ = ["calibrate", "link_of"]
 _LINK_BYTES = (1 << 20, 1 << 24)
 _BUFFER_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # more than a GPU's cache holds
 _PRODUCTS = {"cpu": 1, "cuda": 10}  # in a timed piece: a GPU takes a while to begin the first
+_PIECES = {"cpu": 7, "cuda": 150}  # a GPU slows down after some tenths of a second at full power
+_ADDITION_S = 7e-6  # of the host to whose runs the constants of GPUs were fitted: see `_kernel_s`
 _MEASURED_SHARES = [
     f"{part}_share" for part in ("matmul", "attention", "memory", "inside", "between")
 ]
@@ -47,6 +49,10 @@ def calibrate(device: torch.device, comm: Comm | None = None, backend: str = "")
     if comm is not None:
         link = link_of(measure_links(comm, device, backend, _LINK_BYTES))
         contention = -clock.slowest([-_contention(clock, comm)])[0]
+    fitted = fitted_constants()
+    host = {"kernel_s": fitted.kernel_s / (kernels * _ADDITION_S)}
+    if cpu:
+        host = {"kernel_s": 1 / kernels, "step_s": 20 / kernels, "straggle_s": 0.0}
     base = _bare_device() if cpu else _listed_device(device, clock)
     share = base.peak(dtype) / flops if dtype in base.flops else 1.0  # to shares of what is reached
     attention *= 1 + base.attention_ramp / _attention_shape(device)[1]
@@ -64,13 +70,11 @@ def calibrate(device: torch.device, comm: Comm | None = None, backend: str = "")
         between=link or base.between,
         assumed=() if link else ("inside", "between"),
         constants=replace(
-            fitted_constants(),
+            fitted,
             **dict.fromkeys(_MEASURED_SHARES, 1.0),
             matmul_ramp=ramp,
             contention=max(0.0, contention),
-            kernel_s=1 / kernels,
-            step_s=20 / kernels,
-            straggle_s=0.0,
+            **host,
         ),
         fresh=fresh or None,
     )
@@ -147,7 +151,9 @@ def _matmuls(clock: _StepClock, dtype: torch.dtype) -> tuple[float, float]:
             for _ in range(_PRODUCTS[clock.device.type]):
                 torch.mm(a, b, out=out)
 
-        seconds = clock.median_s(products) / _PRODUCTS[clock.device.type]
+        seconds = (
+            clock.median_s(products, _PIECES[clock.device.type]) / _PRODUCTS[clock.device.type]
+        )
         points.append(((1 / m + 1 / n + 1 / k) / 3, seconds / (2.0 * m * n * k)))
     mean_x = statistics.fmean(x for x, _ in points)
     mean_y = statistics.fmean(y for _, y in points)
@@ -211,6 +217,7 @@ def _fresh(clock: _StepClock) -> float:
 
 
 def _kernel_s(clock: _StepClock) -> float:
+    """Measure the time of a small addition, which on a GPU is the host's."""
     small = torch.ones(8, device=clock.device)
 
     def many() -> None:

@@ -622,3 +622,13 @@ def test_gradients_held_back_are_reduced_though_the_last_micro_batch_does_not_us
         model.zero_grad()
     model(torch.ones(1, 3), use=False).sum().backward()
     assert (found, model.sometimes.bias.grad) == ([[1.0] * 3] * 2, None)
+
+
+@on_ranks(2)
+def test_hooks_on_a_leaf_go_with_the_graph(comm):
+    """An input that is trained, too, lives from step to step."""
+    model = shard_stack(comm)
+    inputs = torch.ones(2, WIDTH, requires_grad=True)
+    for _ in range(3):
+        model(inputs).sum().backward()
+        assert not inputs._backward_hooks

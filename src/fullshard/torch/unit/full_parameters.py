@@ -286,8 +286,8 @@ class FullParameters:
         """The shard on the device in the dtype of computation, as of the optimizer's last step."""
         assert self.working is not None
         if self.working_version != self.at_rest._version:
-            self.working_version = self.at_rest._version
             torch._foreach_copy_(self.working.flats, self._fetch_slices())
+            self.working_version = self.at_rest._version
         return self.working.flats
 
     def wait(self) -> None:
@@ -365,6 +365,10 @@ class FullParameters:
         self._freed.mark()
         if self._packed is not None:
             self._packed.arriving.release()
+        if self._fetched is not None:
+            self._fetched.release()
+        for extension in self._extensions.values():
+            extension.release()
 
     def _release(self) -> None:
         self._lenders.follow()

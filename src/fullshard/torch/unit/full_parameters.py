@@ -260,6 +260,7 @@ class FullParameters:
         places, slices = [], []
         for number, (full, shard) in enumerate(zip(self._travelling, shards, strict=True)):
             if number in self._extensions:
+                self._lenders.lend()  # it arrives in memory of this stream: fetches have their own
                 pairs += self._extensions[number].send(shard if lasting else shard.clone())
                 continue
             flat = flat_of(full)

@@ -372,6 +372,7 @@ class FullParameters:
             extension.release()
 
     def _release(self) -> None:
+        self._lenders.join()
         self._lenders.follow()
         self._lenders.forget()
         if self._buffer.bytes:

@@ -17,6 +17,7 @@ from device.programs import (
     BF16,
     FETCHES,
     Branches,
+    OnTwoStreams,
     Stack,
     adamw,
     gpt,
@@ -213,6 +214,19 @@ def _(job):
         layer.weight = nn.Parameter(Half(layer.weight.detach()))
     shard(model, job.mesh)
     job.train(model, each_step=lambda _: run_layers(model, range(3)).backward())
+
+
+@program("a class that decides what travels, from the host to two streams", syncs=FETCHES)
+def _(job):
+    model = OnTwoStreams(4)
+    for layer in model.layers:
+        layer.weight = nn.Parameter(Half(layer.weight.detach()))
+    for module in (*model.layers, model):
+        ours.fully_shard(
+            module, mesh=job.mesh, check_values=False, offload_policy=ours.CPUOffloadPolicy()
+        )
+    x = torch.zeros(2, 96, device="cuda")
+    job.train(model, loss=lambda model: model(x).square().mean())
 
 
 # ---- gradients ----------------------------------------------------------------------------------

@@ -331,6 +331,14 @@ MUTANTS = {
     "who uses memory is taken for who lends it": _edit(
         _UNIT + "gather", "self._lenders.lend()", "pass", "a part on another stream",
     ),
+    "a unit is dropped while another stream uses it": _edit(
+        _UNIT + "_release", "self._lenders.join()", "pass",
+        "a part on another stream, two forwards",
+    ),
+    "memory where classes arrive is taken for the compute stream's": _edit(
+        _UNIT + "_converted", "self._lenders.lend()", "pass",
+        "a class that decides what travels, from the host to two streams",
+    ),
     "nobody waits for casts that no communicator follows": _edit(
         _UNIT + "wait", "self._lenders.join()", "pass", "changing order, NO_SHARD in bf16",
     ),

@@ -594,6 +594,22 @@ def _(job):
     job.train(model, loss=lambda model: model(x).square().mean())
 
 
+@program("a part on another stream, two forwards", steps=4)
+def _(job):
+    """Of the second one's units some are dropped where others run."""
+    model = OnTwoStreams(4)
+    for layer in (*model.layers, model):
+        ours.fully_shard(layer, mesh=job.mesh, check_values=False)
+    x = torch.zeros(2, 96, device="cuda")
+
+    def each_step(_):
+        losses = [model(x).square().mean() for _ in range(2)]
+        for loss in losses:
+            loss.backward()
+
+    job.train(model, each_step=each_step)
+
+
 def _units(model, names, mesh, **options):
     for name in names:
         ours.fully_shard(model.get_submodule(name), mesh=mesh, check_values=False, **options)

@@ -417,6 +417,42 @@ def test_a_failed_backward_run_again_is_named(comm, door):
     assert_grads(model, plain)
 
 
+class Branches(nn.Module):
+    """Goes through two layers, then through some of others that are one unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.branches = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.fails = False
+
+    def forward(self, x, chosen):
+        x = self.first(x)
+        if self.fails:
+            x.register_hook(self._fail)
+        x = self.second(x)
+        return sum(self.branches[number](x) for number in chosen)
+
+    def _fail(self, _grad):
+        raise ValueError("once")
+
+
+@on_ranks(2)
+def test_what_a_failed_backward_left_out_is_not_taken_for_used_by_the_next(comm):
+    """Zeros of what nobody uses are taken away again: weight decay would change it."""
+    model = seeded(Branches).double()
+    fully_shard(list(model.branches), mesh=comm)
+    for module in (model.first, model.second, model):
+        fully_shard(module, mesh=comm)
+    model.fails = True
+    with pytest.raises(ValueError, match="once"):
+        model(X, (0, 1)).sum().backward()
+    model.fails = False
+    model.zero_grad()
+    model(X, (0, 2)).sum().backward()
+    assert [layer.weight.grad is not None for layer in model.branches] == [True, False, True]
+
+
 @pytest.mark.parametrize("door", DOORS)
 @on_ranks(2)
 def test_modules_added_after_sharding_are_named(comm, door):

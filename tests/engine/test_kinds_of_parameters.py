@@ -256,6 +256,25 @@ def test_classes_that_decide_what_travels(frozen):
         assert frozen or torch.equal(grad, torch.full((5, 7), 4.0))
 
 
+@on_ranks(2)
+def test_classes_that_decide_what_travels_leave_nothing_when_their_gather_fails(comm):
+    model = fully_shard(seeded(WithHalved), mesh=comm)
+    x, full = torch.ones(2, 7), managed_unit_of(model).unit.full
+    model(x).sum().backward()
+
+    def out_of_memory(*_, **__):
+        raise torch.OutOfMemoryError
+
+    full._all_gather, gather = out_of_memory, full._all_gather
+    with pytest.raises(torch.OutOfMemoryError):
+        model(x)
+    assert full.bytes == 0
+    full._all_gather = gather
+    out = model(x)
+    weight, bias = model.weight.full_tensor(), model.bias.full_tensor()
+    torch.testing.assert_close(out, F.linear(x, weight.half().float(), bias))
+
+
 @on_ranks(4)
 def test_classes_that_decide_what_travels_need_all_ranks(comm):
     with pytest.raises(NotImplementedError, match="has parameters with fsdp_pre_all_gather"):

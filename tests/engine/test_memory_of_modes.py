@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from support.models import seeded
 from support.stack import LAYERS, WIDTH, Stack, shard_stack, step
 from support.threads import on_ranks
 from torch import nn
@@ -112,6 +113,28 @@ def test_working_shard_of_an_offloaded_optimizer(comm):
     shard_bytes = unit.layout.shard_bytes
     # stale after each optimizer step, brought up to date by the next gather
     assert seen == [(shard_bytes, False), True] * 3
+
+
+@on_ranks(2)
+def test_a_working_shard_whose_fetch_has_failed_is_fetched_again(comm):
+    """Else the next forward would compute with values of before the optimizer's step, silently."""
+    model, x = seeded(lambda: nn.Linear(4, 4)), torch.ones(2, 4)
+    model = FullyShardedDataParallel(model, comm, cpu_offload=CPUOffload(offload_optimizer=True))
+    model(x).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    full = managed_unit_of(model).unit.full
+
+    def out_of_memory():
+        raise torch.OutOfMemoryError
+
+    full._fetch_slices, fetch = out_of_memory, full._fetch_slices
+    with pytest.raises(torch.OutOfMemoryError):
+        model(x)
+    full._fetch_slices = fetch
+    with torch.no_grad():
+        out = model(x)
+    weight, bias = (param.full_tensor() for param in model.parameters())
+    torch.testing.assert_close(out, x @ weight.T + bias)
 
 
 @pytest.mark.parametrize("held", ["full", "slices"])

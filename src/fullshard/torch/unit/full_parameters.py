@@ -260,6 +260,7 @@ class FullParameters:
         places, slices = [], []
         for number, (full, shard) in enumerate(zip(self._travelling, shards, strict=True)):
             if number in self._extensions:
+                self._lenders.lend()  # it arrives in memory of this stream: fetches have their own
                 pairs += self._extensions[number].send(shard if lasting else shard.clone())
                 continue
             flat = flat_of(full)
@@ -286,8 +287,8 @@ class FullParameters:
         """The shard on the device in the dtype of computation, as of the optimizer's last step."""
         assert self.working is not None
         if self.working_version != self.at_rest._version:
-            self.working_version = self.at_rest._version
             torch._foreach_copy_(self.working.flats, self._fetch_slices())
+            self.working_version = self.at_rest._version
         return self.working.flats
 
     def wait(self) -> None:
@@ -365,8 +366,13 @@ class FullParameters:
         self._freed.mark()
         if self._packed is not None:
             self._packed.arriving.release()
+        if self._fetched is not None:
+            self._fetched.release()
+        for extension in self._extensions.values():
+            extension.release()
 
     def _release(self) -> None:
+        self._lenders.join()
         self._lenders.follow()
         self._lenders.forget()
         if self._buffer.bytes:

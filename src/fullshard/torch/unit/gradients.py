@@ -105,7 +105,8 @@ class Gradients:
         if self._work is not None:
             self._work.wait()
         self._work, self._reduced, self._scattered, self._kept = None, None, False, None
-        self._to_tell = False
+        self.absent, self._to_tell = None, False
+        self._zeroed.clear()
         self.full.drop()
 
     def settle(self, used: list[float] | None) -> None:

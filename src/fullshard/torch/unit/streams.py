@@ -10,8 +10,9 @@ are allocated and released on the compute stream. So nothing outlives its owner,
 The allocator gives what was freed to the stream that had taken it, in that stream's order alone.
 That is not always the stream that used it last: gathers may begin early, on a stream of their own,
 and a model may run parts of itself on streams of its own, where backward follows. So a unit knows
-the streams that its memory came from, and puts them behind the current one before the memory goes
-back; and it puts the current one behind those on which its gradients were made.
+the streams that its memory came from and those that waited for it. Before the memory goes back, it
+puts the current one behind them, and them behind the current one; and it puts the current one
+behind those on which its gradients were made.
 
 [Note: Other accelerators]
 The streams are those of the module that torch has for the kind of device (``torch.cuda``,

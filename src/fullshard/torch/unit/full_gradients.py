@@ -61,7 +61,7 @@ class FullGradients:
         self._most_bytes = 0 if plan.device.type == "cpu" else total_bytes // 8
         self._waiting_bytes = 0  # to be copied, with one slice
         self.sent: list[Tensor] = []  # what `send` gave, until it is released
-        self.lenders: Lenders = Lenders(plan.device)
+        self.lenders: Lenders | None = Lenders.on(plan.device)
         self._forget_buffer()
 
     def _forget_buffer(self) -> None:
@@ -96,7 +96,8 @@ class FullGradients:
                 f"parameter {self._shards.sharded[index].ownership.name!r} got a {grad.layout} "
                 "gradient; only dense gradients can be reduced (use sparse=False in embeddings)"
             )
-        self._join()
+        if self.lenders is not None:
+            self._join(self.lenders)
         if index in self._came:
             self._add(index, grad)
             return
@@ -107,11 +108,11 @@ class FullGradients:
             if self._waiting_bytes >= self._most_bytes:
                 self._copy()
 
-    def _join(self) -> None:
+    def _join(self, lenders: Lenders) -> None:
         """Put the current stream behind those on which gradients were made."""
         if not self._came:
-            self.lenders.forget()  # of the backward before
-        self.lenders.join()
+            lenders.forget()  # of the backward before
+        lenders.join()
 
     def _add(self, index: int, grad: Tensor) -> None:
         """Add a further part, in the dtype in which gradients travel."""
@@ -200,7 +201,8 @@ class FullGradients:
                 parts = [part for index in here for part in self._parts(index, made.pop(index))]
             if views:
                 torch._foreach_copy_(views, parts)
-        self.lenders.follow()
+        if self.lenders is not None:
+            self.lenders.follow()
         self._waiting_bytes = 0
         return buffer
 
@@ -211,7 +213,8 @@ class FullGradients:
 
         That counts as zero. ``written``: somebody may write to what travels.
         """
-        self._join()
+        if self.lenders is not None:
+            self._join(self.lenders)
         came, sizes = self._came, self._sizes
         flats = [_NOTHING] * len(sizes)
         absent = set(self.trained) - came if len(came) < len(self.trained) else set()
@@ -262,7 +265,8 @@ class FullGradients:
 
     def release(self) -> None:
         """Let go of what was sent; gradients may have come since."""
-        self.lenders.follow()
+        if self.lenders is not None:
+            self.lenders.follow()
         self.sent = []
         if self._buffer is not None and self._is_open:
             self._is_open = False

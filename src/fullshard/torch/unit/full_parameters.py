@@ -74,7 +74,7 @@ class FullParameters:
         self._gathering: Work | None = None
         self._version = -1  # of the shards, when they were gathered
         self._version_begun = -1  # of the shards, when the root's forward began
-        self._lenders = Lenders(plan.device)
+        self._lenders = Lenders.on(plan.device)
         self.part: FlatBuffer | None = None  # kept from forward to backward, of several slices
         self._packed: PackedArrival | None = None
         self.working: FlatBuffer | None = None  # the shard on the device, if it rests elsewhere
@@ -188,7 +188,8 @@ class FullParameters:
 
     def gather(self, custom: CustomGather | None) -> None:
         """Start to gather, as ``custom`` does it if it is given (collective)."""
-        self._lenders.lend()
+        if self._lenders is not None:
+            self._lenders.lend()
         if self._buffer.bytes:
             self._buffer.allocate()
         if self._freed.marked:
@@ -260,7 +261,8 @@ class FullParameters:
         places, slices = [], []
         for number, (full, shard) in enumerate(zip(self._travelling, shards, strict=True)):
             if number in self._extensions:
-                self._lenders.lend()  # it arrives in memory of this stream: fetches have their own
+                if self._lenders is not None:  # it arrives in memory of this stream
+                    self._lenders.lend()
                 pairs += self._extensions[number].send(shard if lasting else shard.clone())
                 continue
             flat = flat_of(full)
@@ -295,7 +297,8 @@ class FullParameters:
         """Wait until what was gathered is there."""
         if self._gathering is not None:
             self._gathering.wait()
-            self._lenders.join()  # casts that no communicator follows
+            if self._lenders is not None:
+                self._lenders.join()  # casts that no communicator follows
             if self._copies:
                 self._fetch.join()
             if self._packed is not None and self.part is None:
@@ -303,7 +306,8 @@ class FullParameters:
             self._gathering = self.part = None
             if self._extensions:
                 self._receive()
-            self._lenders.follow()  # what the gather held beside the buffer is free again
+            if self._lenders is not None:
+                self._lenders.follow()  # what the gather held beside the buffer is free again
 
     def _receive(self) -> None:
         for index, place in enumerate(self._shards.places):
@@ -372,9 +376,10 @@ class FullParameters:
             extension.release()
 
     def _release(self) -> None:
-        self._lenders.join()
-        self._lenders.follow()
-        self._lenders.forget()
+        if self._lenders is not None:
+            self._lenders.join()
+            self._lenders.follow()
+            self._lenders.forget()
         if self._buffer.bytes:
             self._buffer.release()
         if self._packed is not None:

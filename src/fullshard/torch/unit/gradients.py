@@ -245,7 +245,8 @@ class Gradients:
             for param, local in zip(params, flat.split_with_sizes(numels), strict=True):
                 if param is not None:
                     _accumulate(param, local, keeps_dtype=keeps_dtype)
-        self.full.lenders.follow()
+        if self.full.lenders is not None:
+            self.full.lenders.follow()
         if self._zeroed:
             self._to_tell = True
         else:
@@ -294,7 +295,8 @@ class Gradients:
         """Give back the device's copies of gradients that leave it: what follows waits for them."""
         if self._leaving:
             self._to_host.join()
-            self.full.lenders.follow()
+            if self.full.lenders is not None:
+                self.full.lenders.follow()
             self._leaving.clear()
 
     def synchronize(self) -> None:

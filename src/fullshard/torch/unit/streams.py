@@ -124,22 +124,27 @@ class Lenders:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._module = torch.get_device_module(device) if has_streams(device) else None
+        self._module = torch.get_device_module(device)
         self._streams: dict[Any, Any] = {}  # by what tells them apart
+
+    @classmethod
+    def on(cls, device: torch.device) -> "Lenders | None":
+        """Return those of a unit that computes on ``device``; None where there are no streams."""
+        return cls(device) if has_streams(device) else None
 
     def _key(self) -> Any:
         if self._device.type == "cuda" and _raw_stream is not None:
             return _raw_stream(self._device.index or 0)  # twenty times faster than a Stream
-        return self._module.current_stream(self._device)  # type: ignore[union-attr]
+        return self._module.current_stream(self._device)
 
     def lend(self) -> None:
         """Note that memory is taken on the current stream."""
-        if self._module is not None and (key := self._key()) not in self._streams:
+        if (key := self._key()) not in self._streams:
             self._streams[key] = self._module.current_stream(self._device)
 
     def follow(self) -> None:
         """Put all behind what the current stream, which lends too, has been given so far."""
-        if self._module is not None and self._are_several():
+        if self._are_several():
             current = self._streams[key := self._key()]
             for other, stream in self._streams.items():
                 if other != key:
@@ -147,7 +152,7 @@ class Lenders:
 
     def join(self) -> None:
         """Put the current stream, which lends too, behind what all have been given so far."""
-        if self._module is not None and self._are_several():
+        if self._are_several():
             current = self._streams[key := self._key()]
             for other, stream in self._streams.items():
                 if other != key:

@@ -130,7 +130,7 @@ RAISED_FOR = {
     ],
     "sharding/find.py:_successor_of": ["a module shared"],
     "sharding/memory_pool.py:use_memory_pool": ["`use_memory_pool`"],
-    "sharding/memory_pool.py:_register": ["`use_memory_pool`"],
+    "sharding/memory_pool.py:_register": ["`use_memory_pool`", "`use_memory_pool`"],
     "sharding/memory_pool.py:_registering_backend": ["`use_memory_pool`"],
     "sharding/refused_modules.py:check_modules": ["TorchScript modules"],
     "sharding/refused_modules.py:_check_embedding": ["`nn.Embedding(max_norm"],

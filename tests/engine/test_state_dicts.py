@@ -246,8 +246,7 @@ def test_whole_states_take_one_gather_a_unit_whatever_the_number_of_ranks(
         monkeypatch.setattr(LocalComm, name, counting(name, getattr(LocalComm, name)))
 
     def body(comm):
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))
+        model = seeded(lambda: nn.Sequential(*(nn.Linear(5, 5) for _ in range(3))))
         plain = {name: value.clone() for name, value in model.state_dict().items()}
         model = FSDP(model, comm, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}), align=align)
         optimizer = torch.optim.AdamW(model.parameters())

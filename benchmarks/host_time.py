@@ -219,7 +219,7 @@ class Replayed(nn.Module):
 
 
 def captured_by_torch(model, step):
-    """What `torch.cuda.graphs` says how to do."""
+    """Capture a step by `torch.cuda.graphs`, as torch's page shows it."""
     beside = torch.cuda.Stream()
     beside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside):

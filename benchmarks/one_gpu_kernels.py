@@ -219,7 +219,7 @@ def attended(device, backend, length, head, masked):
 
 
 def elementwise(device, tiny):
-    """What is bound by memory; bytes/s are of each input read once and each output written once."""
+    """Time what memory bounds; bytes/s count each input read once, each output written once."""
     tokens, width = (64, 64) if tiny else (16384, 4096)
     x = torch.randn(tokens, width, device=device, dtype=HALF, requires_grad=True)
     y = torch.randn(tokens, width, device=device, dtype=HALF, requires_grad=True)

@@ -125,7 +125,7 @@ class Marks:
             self.events.append(event)
 
     def seconds(self):
-        """Of the device and of the host's issuing, by part; parts of one name are added."""
+        """Return those of the device and of the host's issuing, by part; equal names are added."""
         device, host = {}, {}
         for place in range(1, len(self.names)):
             name = self.names[place]

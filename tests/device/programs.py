@@ -596,7 +596,7 @@ def _(job):
 
 @program("a part on another stream, two forwards", steps=4)
 def _(job):
-    """Of the second one's units some are dropped where others run."""
+    """Backward drops some units on another stream than the one that used them."""
     model = OnTwoStreams(4)
     for layer in (*model.layers, model):
         ours.fully_shard(layer, mesh=job.mesh, check_values=False)

@@ -95,7 +95,7 @@ def test_memory_goes_back_behind_whoever_has_used_it(monkeypatch):
 
 
 def test_models_do_not_share_the_stream_of_early_gathers(monkeypatch):
-    """Of two threads that train models one would get memory before it goes back in order."""
+    """Else a thread could get the memory of another's model before it goes back in order."""
     monkeypatch.setattr(torch, "get_device_module", lambda device: module)
     module = Module()
     chosen = []

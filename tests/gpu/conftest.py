@@ -6,6 +6,7 @@ import gc
 
 import pytest
 import torch
+from gpu.training import world_of_one
 
 NO_GPU = "needs a CUDA device, and torch sees none here"
 
@@ -35,3 +36,17 @@ def _first_gpu():
     torch.cuda.synchronize()
     gc.collect()
     torch.cuda.empty_cache()
+
+
+@pytest.fixture
+def one_rank(device, tmp_path):
+    """A world of one rank, over NCCL on a GPU, whose collectives run on a stream of their own."""
+    with world_of_one(device, tmp_path) as group:
+        yield group
+
+
+@pytest.fixture
+def nccl(gpu, tmp_path):
+    """The same, on a GPU only."""
+    with world_of_one(gpu, tmp_path) as group:
+        yield group

@@ -11,7 +11,6 @@ import pytest
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 import torch
-import torch.distributed as dist
 import transformers
 from gpu.stream_world import LateCopies, poison_buffers
 from gpu.training import cases
@@ -33,20 +32,6 @@ from fullshard.wrap import ModuleWrapPolicy
 
 pytestmark = pytest.mark.filterwarnings("default")  # the libraries' own are not ours to mend
 WORDS, LENGTH, STEPS = 256, 64, 4
-
-
-@pytest.fixture
-def one_rank(device, tmp_path):
-    cuda = device.type == "cuda"
-    dist.init_process_group(
-        "nccl" if cuda else "gloo",
-        init_method=f"file://{tmp_path / 'store'}",
-        rank=0,
-        world_size=1,
-        **({"device_id": device} if cuda else {}),
-    )
-    yield
-    dist.destroy_process_group()
 
 
 def llama(device, attention="sdpa"):

@@ -5,7 +5,6 @@ import gc
 
 import pytest
 import torch
-import torch.distributed as dist
 from support.stack import Stack
 
 from fullshard.torch import (
@@ -20,19 +19,6 @@ from fullshard.torch.unit.buffers import MemorySource
 
 WIDTH, LAYERS, STEPS, WARM_UP = 256, 4, 200, 2
 BF16 = MixedPrecisionPolicy(torch.bfloat16, cast_forward_inputs=False)
-
-
-@pytest.fixture
-def nccl(gpu, tmp_path):
-    dist.init_process_group(
-        "nccl",
-        init_method=f"file://{tmp_path / 'store'}",
-        rank=0,
-        world_size=1,
-        device_id=gpu,
-    )
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 class TwoWays(Stack):

@@ -3,7 +3,6 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from gpu.stream_world import LateCopies, StreamWorld, poison_buffers
 from gpu.training import assert_same, build, full_parameters, plain, shard, train
 from support.stack import Stack
@@ -105,21 +104,6 @@ def test_late_and_poisoned_steps_equal_one_process(size, gpu, no_pool, monkeypat
 
     for found in StreamWorld(size, gpu).run(body):
         assert_same(found, expected)
-
-
-@pytest.fixture
-def nccl(gpu, tmp_path):
-    if dist.is_initialized():
-        pytest.skip("another test has left a process group behind")
-    dist.init_process_group(
-        "nccl",
-        init_method=f"file://{tmp_path / 'store'}",
-        rank=0,
-        world_size=1,
-        device_id=gpu,
-    )
-    yield dist.group.WORLD
-    dist.destroy_process_group()
 
 
 def test_registered_with_nccl(nccl, gpu, no_pool):

@@ -25,6 +25,7 @@ from gpu.training import (
     shard,
     train,
 )
+from support.accumulation import halves_overlapping
 from support.models import GPT, loss_of, make_batches
 from torch import nn
 from torch.autograd.graph import save_on_cpu
@@ -85,7 +86,10 @@ def recomputing(comm, model, reentrant=False, **options):
 
 def by_wrapper(comm, model, **options):
     blocks = set(model.blocks)
-    policy = lambda module, recurse, **_: recurse or module in blocks  # noqa: E731
+
+    def policy(module, recurse, **_):
+        return recurse or module in blocks
+
     return FullyShardedDataParallel(model, comm, auto_wrap_policy=policy, **options)
 
 
@@ -116,14 +120,6 @@ def freezing(model, number, rank):
         model.embed.weight.requires_grad_(number > 0)
     if number == 1:
         model.blocks[1].requires_grad_(False)
-
-
-def without_last_backward(model, number, backward):
-    """Reduces of the first half may still be under way when the second begins."""
-    model.set_is_last_backward(False)
-    backward(0.5)
-    model.set_is_last_backward(True)
-    backward(0.5)
 
 
 def kept_after_backward(model, number, backward):
@@ -190,7 +186,7 @@ WAYS = {
         partial(by_function, offload_policy=OFFLOAD), before=in_changing_order
     ),
     "optional by rank": Way(optional, before=by_rank),
-    "not the last backward": Way(each_step=without_last_backward),
+    "not the last backward": Way(each_step=halves_overlapping),
     "kept after backward": Way(each_step=kept_after_backward),
     "looked at": Way(each_step=looked_at),
     "looked at, offload": Way(partial(by_function, offload_policy=OFFLOAD), each_step=looked_at),

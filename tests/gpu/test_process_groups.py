@@ -39,23 +39,6 @@ def test_training_over_gloo(option, gloo_world, device):
         assert_same(found, expected)
 
 
-@pytest.fixture
-def one_rank(device, tmp_path):
-    """A world of one rank, over NCCL on a GPU, whose collectives run on a stream of their own."""
-    if dist.is_initialized():
-        pytest.skip("another test has left a process group behind")
-    options = {"device_id": device} if device.type == "cuda" else {}
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        init_method=f"file://{tmp_path / 'store'}",
-        rank=0,
-        world_size=1,
-        **options,
-    )
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
 # What makes one rank gather and free like many: full parameters are not its shard.
 WAYS = {
     "bf16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)},

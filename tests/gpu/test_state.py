@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is saved is the state at that moment, though the device goes on; it is loaded to the bit."""
+"""A checkpoint holds the state of its moment, though the device goes on; it loads to the bit."""
 
 from itertools import product
 
 import pytest
 import torch
-import torch.distributed as dist
 from gpu.stream_world import LateCopies, StreamWorld, poison_buffers, sleep_on
-from gpu.training import build, cases, full_parameters, shard, train
+from gpu.training import build, cases, full_parameters, shard, train, world_of_one
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -163,16 +162,9 @@ def test_a_file_of_weights(device, tmp_path):
 
 @pytest.fixture
 def one_rank(device, tmp_path):
-    cuda = device.type == "cuda"
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",
-        init_method=f"file://{tmp_path / 'store'}",
-        rank=0,
-        world_size=1,
-        **({"device_id": device} if cuda else {}),
-    )
-    yield
-    dist.destroy_process_group()
+    """With a way for what rests on the host, too."""
+    with world_of_one(device, tmp_path, "cpu:gloo,cuda:nccl") as group:
+        yield group
 
 
 def test_whole_state_dicts_over_nccl(one_rank, device):

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small GPT trained on a device: sharded by any options, and plain."""
+"""A small GPT trained on a device: sharded by any options, and plain; a world of one rank."""
 
+from contextlib import contextmanager
+
+import pytest
 import torch
+import torch.distributed as dist
 from support.models import GPT, loss_of, make_batches, seeded
 from torch import nn
 
@@ -83,3 +87,20 @@ def assert_same(found, expected, atol=TOLERANCE):
         torch.testing.assert_close(
             found[name], value, rtol=0, atol=atol, msg=lambda m, n=name: n + m
         )
+
+
+@contextmanager
+def world_of_one(device, folder, backend="nccl"):
+    """Within, the default process group has one rank; ``backend`` is that on a GPU, else Gloo."""
+    if dist.is_initialized():
+        pytest.skip("another test has left a process group behind")
+    cuda = device.type == "cuda"
+    dist.init_process_group(
+        backend if cuda else "gloo",
+        init_method=f"file://{folder / 'store'}",
+        rank=0,
+        world_size=1,
+        **({"device_id": device} if cuda else {}),
+    )
+    yield dist.group.WORLD
+    dist.destroy_process_group()

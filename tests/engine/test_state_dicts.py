@@ -14,6 +14,10 @@ from support.models import seeded
 from support.threads import on_ranks
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.layout import Span, SpansOfRanks
@@ -207,6 +211,12 @@ def test_states_of_nested_wrappers_and_of_parameters_that_none_has(comm, ignored
         step(again, fresh)
         fresh.load_state_dict(load(full, again, optim=fresh))
         assert [step(again, fresh) for _ in range(3)] == went_on
+    again, fresh = build()
+    step(again, fresh)
+    state = get_optimizer_state_dict(again, fresh)  # by names of the module around them all
+    assert sorted(state["state"]) == sorted(names)
+    set_optimizer_state_dict(again, other := torch.optim.Adam(again.parameters()), state)
+    assert [step(again, other) for _ in range(3)] == went_on
 
 
 @on_ranks(2)

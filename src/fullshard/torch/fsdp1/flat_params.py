@@ -75,6 +75,7 @@ class _RestingParameter:
 
     def __init__(self, unit: Unit):
         self._unit = unit
+        self._shard = self.data
 
     @property
     def data(self) -> Tensor:
@@ -83,8 +84,10 @@ class _RestingParameter:
         return self._unit.shards.buffer.memory
 
     @property
-    def _local_shard(self) -> Tensor:
-        return self.data
+    def _local_shard(self) -> Tensor:  # one object, whose id verl holds against that of `data`
+        if self._shard.data_ptr() != (data := self.data).data_ptr():
+            self._shard = data
+        return self._shard
 
     @_local_shard.setter
     def _local_shard(self, value: Tensor) -> None:
@@ -138,6 +141,10 @@ class FlatHandles(nn.Module):
     def _is_root(self) -> bool:
         managed = managed_unit_of(self)
         return managed is None or managed.tracker is None or managed.number == 0
+
+    @_is_root.setter
+    def _is_root(self, value: bool) -> None:
+        """Do nothing: verl says it before it summons one wrapper, which needs no root here."""
 
     @property
     def _all_handles(self) -> list[_Handle]:

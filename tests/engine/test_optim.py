@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from support.optimizers import CASES, FORMS, OPTIMIZERS
 from support.spans import drawn, set_grads, sharded
 from support.threads import on_ranks
@@ -170,7 +171,7 @@ def test_clip_grad_norm_clips_the_global_norm(order, foreach):
         params = sharded(comm, values(0, torch.float64))
         set_grads(params, values(1, torch.float64))
         norm = nn.utils.clip_grad_norm_(params, 0.5, order, foreach=foreach)
-        assert type(norm) is GlobalScalar
+        assert isinstance(norm, GlobalScalar)
         assert type(norm.full_tensor()) is Tensor
         return norm.full_tensor(), [param.grad.full_tensor() for param in params]
 
@@ -198,6 +199,24 @@ def test_plain_gradients_count_once_beside_sharded_ones():
     for norm, after in LocalWorld(2).run(body):
         torch.testing.assert_close(norm, want, rtol=1e-12, atol=0)
         assert after == pytest.approx(0.25, rel=1e-5)
+
+
+def test_who_adds_global_norms_up_over_ranks_is_warned():
+    def body(comm):
+        params = sharded(comm, values(0))
+        set_grads(params, values(1))
+        return torch.stack([p.grad.norm() for p in params]) ** 2
+
+    def reduce(each, op):
+        with pytest.raises(ValueError, match="process group"):  # ranks are threads here
+            dist.all_reduce(each, op)
+
+    squares = LocalWorld(2).run(body)[0]
+    with pytest.warns(UserWarning, match="counted once a rank") as caught:
+        reduce(squares, dist.ReduceOp.SUM)
+    assert caught[0].filename == __file__
+    reduce(squares, dist.ReduceOp.MAX)
+    reduce(squares.full_tensor(), dist.ReduceOp.SUM)
 
 
 @on_ranks(3)

@@ -359,7 +359,7 @@ def test_norms_are_those_of_the_whole(order, world):
         for param, from_list, expected in zip(params, listed, want, strict=True):
             norm = torch.linalg.vector_norm(param, order)
             for got in (norm.detach(), from_list):
-                assert type(got) is GlobalScalar
+                assert isinstance(got, GlobalScalar)
                 assert type(got.full_tensor()) is Tensor
                 torch.testing.assert_close(got.full_tensor(), expected, rtol=1e-12, atol=0)
         return torch.stack(list(listed)).full_tensor()
@@ -398,7 +398,7 @@ def test_low_precision_norms_are_rounded_once_and_sums_of_squares_do_not_overflo
 def test_a_global_scalar_is_a_plain_tensor_to_everything_else(comm):
     norm = one(comm, torch.ones(64)).detach().norm()
     assert float(norm) == norm.item() == 8.0
-    assert type(norm + 1) is GlobalScalar
+    assert isinstance(norm + 1, GlobalScalar)
     assert type(torch.zeros(2, 2) + norm) is Tensor
     target = torch.zeros(1)
     target += norm

@@ -267,8 +267,10 @@ class FullyShardedDataParallel(
         """
         grads = [param.grad for param in self.parameters() if param.grad is not None]
         if all(grad.dtype not in LOW_PRECISION for grad in grads):
-            return clip_grad_norm_(self.parameters(), max_norm, norm_type)
-        return _clip_in_float32(grads, max_norm, norm_type)
+            norm = clip_grad_norm_(self.parameters(), max_norm, norm_type)
+        else:
+            norm = _clip_in_float32(grads, max_norm, norm_type)
+        return norm.as_subclass(Tensor)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -20,12 +20,14 @@ other devices, where nobody waits, the result is NaN.
 
 import copy
 import math
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import Placement, Replicate
 
@@ -35,6 +37,7 @@ from fullshard.torch.tensor.ownership import Ownership
 
 __all__ = [
     "GlobalScalar",
+    "SummedScalar",
     "global_extreme",
     "global_norms",
     "global_statistic",
@@ -101,6 +104,42 @@ class GlobalScalar(torch.Tensor):
         return result
 
 
+class SummedScalar(GlobalScalar):
+    """A norm or sum of parameters that are cut by elements, as a wrapper's are.
+
+    FSDP1 gives each rank that of its own part, and code for it adds up squares of norms over the
+    ranks itself. Here that counts each number once a rank: who does it is warned.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run ``func`` as for a `GlobalScalar`; warn of a sum over ranks."""
+        if func in _OVER_RANKS and (kwargs or {}).get("op") == dist.ReduceOp.SUM:
+            warnings.warn(_COUNTED_TWICE, stacklevel=5)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+_OVER_RANKS = (dist.all_reduce, dist.reduce)
+
+_COUNTED_TWICE = (
+    "this adds up, over ranks, what was computed from norms or sums of sharded parameters or "
+    "gradients. They are of the whole model already, the same on every rank, so each is counted "
+    "once a rank. Leave the reduction out, or call model.clip_grad_norm_(); the norm of this "
+    "rank's part is param.grad.to_local().norm(). Before a mean over ranks say norm.full_tensor()"
+)
+
+
+def _scalar(number: Tensor, owners: Sequence[Ownership]) -> Tensor:
+    by_elements = any(each.placed is None for each in owners)
+    return number.as_subclass(SummedScalar if by_elements else GlobalScalar)
+
+
 def global_norms(
     parts: Sequence[tuple[Tensor, Ownership | None]],
     order: float,
@@ -133,7 +172,8 @@ def global_norms(
         cast = {each: totals.to(each).unbind() for each in set(wanted)}
         for place, (i, each) in enumerate(zip(indices, wanted, strict=True)):
             norms[i] = cast[each][place]
-    return [norm.as_subclass(GlobalScalar) for norm in norms if norm is not None]
+    owners = [owner for _, owner in parts if owner is not None]
+    return [_scalar(norm, owners) for norm in norms if norm is not None]
 
 
 _PIECE_NUMEL = 2**16  # of which a CPU makes an fp64 copy that stays in its cache
@@ -239,7 +279,7 @@ def global_sum(local: Tensor, ownership: Ownership, dtype: torch.dtype | None = 
     if total.dtype != torch.int64:
         total = torch.where(alike, total, math.nan)
     counted = local.dtype if total.dtype != torch.int64 else torch.int64
-    return total.to(dtype or counted).as_subclass(GlobalScalar)
+    return _scalar(total.to(dtype or counted), [ownership])
 
 
 def global_extreme(local: Tensor, ownership: Ownership, *, largest: bool) -> Tensor:

@@ -111,6 +111,15 @@ def test_names_shapes_attributes_and_modes_are_the_plain_models(door):
         ]
         assert all(isinstance(p, nn.Parameter) for p in model.parameters())
         assert dict(model.named_buffers()).keys() == dict(plain.named_buffers()).keys()
+        around = nn.ModuleDict({"net": model})
+        for root, path in ((model, ""), (around, "net.")):  # as scripts group by kinds of modules
+            found = {
+                f"{name}.{key}" if name else key: module
+                for name, module in root.named_modules()
+                for key, _ in module.named_parameters()
+            }
+            assert found.keys() == {path + name for name, _ in plain.named_parameters()}
+            assert isinstance(found[f"{path}fc1.weight"], nn.Linear)
         assert list(model.state_dict()) == list(plain.state_dict())
         assert (model.note, model.greet()) == ("an attribute", "hello")
         assert not model.eval().training

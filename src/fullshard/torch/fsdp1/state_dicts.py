@@ -26,7 +26,7 @@ from fullshard.torch.sharding.module_buffers import buffer_dtypes
 from fullshard.torch.state.forms import StateForm, ask_before_loading, collecting, hand_out
 from fullshard.torch.state.optimizers import as_span
 from fullshard.torch.step.managed import speaks_for_all
-from fullshard.torch.unit.sites import WRAPPED, clean_name
+from fullshard.torch.unit.sites import WRAPPED
 
 __all__ = ["StateDictForms", "wrappers_in"]
 
@@ -76,23 +76,6 @@ class StateDictForms(nn.Module):
             state_dict = {key: as_span(v, params.get(key)) for key, v in state_dict.items()}
         ask_before_loading(state_dict.values(), self.parameters())
         return super().load_state_dict(state_dict, strict, assign)
-
-    def named_modules(
-        self,
-        memo: set[nn.Module] | None = None,
-        prefix: str = "",
-        remove_duplicate: bool = True,
-    ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield modules as FSDP1's wrapper does.
-
-        `torch.distributed.checkpoint.state_dict` gets the names of the plain model: it takes them
-        from a module around wrappers, and strips ``_fsdp_wrapped_module`` for torch's class alone.
-        """
-        found: Iterator[tuple[str, nn.Module]]
-        found = super().named_modules(memo, prefix, remove_duplicate)
-        if _asking_module() != _DCP_STATE_DICT:
-            return found
-        return ((clean_name(name, compiled=True), module) for name, module in found)
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Return the prefix that `torch.distributed.checkpoint` must strip from keys."""

@@ -245,19 +245,18 @@ class FullyShardedDataParallel(
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The sharded parameters under the names they have in the plain model."""
-        for name, param in super().named_parameters(prefix, recurse, remove_duplicate):
-            yield clean_name(name, compiled=True), param
+    def named_modules(
+        self,
+        memo: set[nn.Module] | None = None,
+        prefix: str = "",
+        remove_duplicate: bool = True,
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Yield modules under the names of the plain model, and so parameters and buffers too.
 
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """The buffers under the names they have in the plain model."""
-        for name, buffer in super().named_buffers(prefix, recurse, remove_duplicate):
-            yield clean_name(name, compiled=True), buffer
+        A wrapper comes before the module in it, under the same name.
+        """
+        for name, module in super().named_modules(memo, prefix, remove_duplicate):
+            yield clean_name(name, compiled=True), module
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their global norm is at most ``max_norm``.

@@ -11,7 +11,7 @@ from torch import nn
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError
 from fullshard.core.spec import ParamSpec
-from fullshard.torch.step.managed import managed_unit_of, managed_units
+from fullshard.torch.step.managed import managed_units, paths_of_modules
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.tensor.tensor_parallel import held_here, tensor_parallel_of
 from fullshard.torch.unit.buffers import dtype_name
@@ -134,15 +134,12 @@ class _Site(NamedTuple):
 def _sites(modules: Sequence[nn.Module]) -> Iterator[_Site]:
     for number, root in enumerate(modules):
         prefix = str(number) if len(modules) > 1 else ""
-        around: dict[str, frozenset[Unit]] = {}
-        for path, module in root.named_modules(prefix=prefix, remove_duplicate=False):
-            managed = managed_unit_of(module)
-            own = frozenset() if managed is None else frozenset([managed.unit])
-            around[path] = around.get(path.rpartition(".")[0], frozenset()) | own
+        for path, module, around in paths_of_modules(root, prefix):
+            units = frozenset(managed.unit for managed in around)
             for key, param in module._parameters.items():
                 if param is not None:
                     name = clean_name(f"{path}.{key}" if path else key)
-                    yield _Site(name, module, key, param, around[path])
+                    yield _Site(name, module, key, param, units)
 
 
 def _places(sites: Sequence[_Site]) -> tuple[tuple[dict[str, Any], str], ...]:

@@ -30,7 +30,14 @@ from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.sites import ParamSites
 from fullshard.torch.unit.unit import Unit
 
-__all__ = ["ManagedUnit", "StepWatcher", "managed_unit_of", "managed_units", "speaks_for_all"]
+__all__ = [
+    "ManagedUnit",
+    "StepWatcher",
+    "managed_unit_of",
+    "managed_units",
+    "paths_of_modules",
+    "speaks_for_all",
+]
 
 _ATTRIBUTE = "_fullshard_unit"
 
@@ -354,6 +361,21 @@ def managed_units(module: nn.Module, *, recurse: bool = True) -> Iterator[Manage
         if managed is not None and managed not in seen:
             seen.add(managed)
             yield managed
+
+
+def paths_of_modules(
+    root: nn.Module, prefix: str = ""
+) -> Iterator[tuple[str, nn.Module, tuple[ManagedUnit, ...]]]:
+    """Yield each path below ``root``, its module, and the units on it, outermost first.
+
+    A module that is shared comes once for each path; a wrapper and what it wraps have the same.
+    """
+    around: dict[str, tuple[ManagedUnit, ...]] = {}
+    for path, module in root.named_modules(prefix=prefix, remove_duplicate=False):
+        outer = around.get(path, around.get(path.rpartition(".")[0], ()))
+        managed = managed_unit_of(module)
+        around[path] = outer if managed is None else (*outer, managed)
+        yield path, module, around[path]
 
 
 def speaks_for_all(module: nn.Module) -> bool:

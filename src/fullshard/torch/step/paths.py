@@ -11,7 +11,12 @@ from torch import Tensor, nn
 
 from fullshard.core.errors import UsageError
 from fullshard.core.schedule.unit_step import UnitStep
-from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
+from fullshard.torch.step.managed import (
+    ManagedUnit,
+    managed_unit_of,
+    managed_units,
+    paths_of_modules,
+)
 from fullshard.torch.step.structures import tensors_with_gradients
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.changes import tie
@@ -214,16 +219,13 @@ _ROOTS = (0, "")  # no place of a parameter: the modules themselves
 def _units_around(root: nn.Module) -> dict[tuple[int, str], list[tuple[str, tuple[Unit, ...]]]]:
     """Paths to each place of a parameter, with the units around it, outermost first."""
     places: dict[tuple[int, str], list[tuple[str, tuple[Unit, ...]]]] = {_ROOTS: []}
-    around: dict[str, tuple[Unit, ...]] = {}
-    for path, module in root.named_modules(remove_duplicate=False):
-        managed = managed_unit_of(module)
-        outer = around.get(path.rpartition(".")[0], ()) if path else ()
-        around[path] = outer if managed is None else (*outer, managed.unit)
-        if managed is not None:
-            places[_ROOTS].append((clean_name(path), around[path]))
+    for path, module, around in paths_of_modules(root):
+        units = tuple(managed.unit for managed in around)
+        if managed_unit_of(module) is not None:
+            places[_ROOTS].append((clean_name(path), units))
         for key in module._parameters:
             name = clean_name(f"{path}.{key}" if path else key)
-            places.setdefault((id(module._parameters), key), []).append((name, around[path]))
+            places.setdefault((id(module._parameters), key), []).append((name, units))
     return places
 
 
@@ -233,16 +235,12 @@ def used_outside_their_unit(root: nn.Module, owners: Mapping[int, ManagedUnit]) 
     ``owners`` has the units below ``root`` by the ids of their parameters.
     """
     found: dict[str, None] = {}
-    around: dict[str, frozenset[ManagedUnit]] = {}
-    for path, module in root.named_modules(remove_duplicate=False):
-        managed = managed_unit_of(module)
-        own = frozenset() if managed is None else frozenset([managed])
-        around[path] = around.get(path.rpartition(".")[0], frozenset()) | own
+    for path, module, around in paths_of_modules(root):
         for key, param in module._parameters.items():
             if not isinstance(param, nn.Parameter):
                 continue  # None, or what functional_call shows for a while
             if isinstance(param, ShardedParameter):
-                outside = owners.get(id(param)) not in around[path]
+                outside = owners.get(id(param)) not in around
             else:
                 outside = owner_of(param) is not None
             if outside:

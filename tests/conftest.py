@@ -10,6 +10,7 @@ import torch
 from hypothesis import settings
 from support import xla
 from support.layouts import choose_defaults
+from support.sampling import sample
 from support.world import World
 
 # Read when JAX first looks for devices: eight of them are simulated on the CPU.
@@ -47,7 +48,9 @@ LONGEST = (
 )
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
+    items[:], left_out = sample(items)
+    config.hook.pytest_deselected(items=left_out)
     here = Path(__file__).parent
     for item in items:
         path = item.path.relative_to(here).as_posix()

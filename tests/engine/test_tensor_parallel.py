@@ -199,7 +199,6 @@ def test_steps_are_those_of_one_process(gloo_world, plan, door):
 @pytest.mark.parametrize(
     ("door", "start", "options"),
     [
-        ("wrapper", "values", {"sharding_strategy": ShardingStrategy.NO_SHARD}),
         ("function", "values", {"hybrid": True}),
         ("wrapper", "values", {"cpu_offload": CPUOffload(offload_params=True)}),
         ("wrapper", "first rank", {"sync_module_states": True}),
@@ -207,7 +206,7 @@ def test_steps_are_those_of_one_process(gloo_world, plan, door):
         ("function", "dtensors", {}),
     ],
     ids=[
-        *("no shard", "hybrid", "offload", "first rank", "plain tensors", "dtensors"),
+        *("hybrid", "offload", "first rank", "plain tensors", "dtensors"),
     ],
 )
 def test_modes_and_sources_of_values(gloo_world, door, start, options):

@@ -23,7 +23,7 @@ from support.owned_matrices import (
     train,
     wrapped,
 )
-from support.sampling import cover
+from support.sampling import few
 
 import fullshard.torch as fs
 from fullshard.testing import LocalWorld
@@ -49,8 +49,7 @@ MODES = {  # the micro-batches of a step, and options
     "hybrid, accumulated, offload": (3, {"hybrid": True, "offload": True}),
 }
 
-CASES = [*product([*OF_MATRICES, *OPTIMIZERS], WAYS, WORLDS, MODES)]
-TAKEN = cover([dict(enumerate(case)) for case in CASES])
+CASES = few([*product([*OF_MATRICES, *OPTIMIZERS], WAYS, WORLDS, MODES)])
 
 
 def optimizers_of(name, model):
@@ -78,7 +77,7 @@ def prepared(comm, way, row, options):
     return make(grid(comm, row) if options.get("hybrid") else comm, align=align, **chosen)
 
 
-@pytest.mark.parametrize(("name", "way", "world", "mode"), [CASES[number] for number in TAKEN])
+@pytest.mark.parametrize(("name", "way", "world", "mode"), CASES)
 def test_it_is_that_of_one_process(name, way, world, mode, monkeypatch):
     in_float64(monkeypatch)
     parts, options = MODES[mode]

@@ -37,6 +37,11 @@ def cover(rows):
     return sorted(chosen)
 
 
+def few(cases):
+    """Return those of ``cases``, tuples, that are taken where each place is an axis."""
+    return [cases[number] for number in cover([dict(enumerate(map(str, case))) for case in cases])]
+
+
 def axes_of(item):
     """Return what each ``parametrize`` and each parametrized fixture gives a case of a test."""
     params, axes = dict(item.callspec.params), {}

@@ -285,12 +285,11 @@ def test_state_goes_on_from_state_dicts_and_checkpoints(door, tmp_path):
             for n in range(9)
         ]
 
-    for world in (1, 3):
-        expected = LocalWorld(world).run(run)[0]
-        for how in ("state dict", tmp_path / str(world)):
-            values = LocalWorld(world).run(lambda comm, how=how: run(comm, how))[0]
-            for name, value in values.items():
-                assert torch.equal(value, expected[name]), (world, how, name)
+    expected = LocalWorld(3).run(run)[0]
+    for how in ("state dict", tmp_path / "3"):
+        values = LocalWorld(3).run(lambda comm, how=how: run(comm, how))[0]
+        for name, value in values.items():
+            assert torch.equal(value, expected[name]), (how, name)
     first = LocalWorld(1).run(resumed)[0]
     for world in (2, 5):
         assert all(map(torch.equal, LocalWorld(world).run(resumed)[0], first))

@@ -55,14 +55,14 @@ def axes_of(item):
 def sample(items):
     """Return those of pytest's ``items`` that run, and the others.
 
-    Where a test has several ``parametrize``, not all of what they have runs with all of the others,
-    unless it is marked ``crossed``. What is marked ``thorough`` runs in thorough runs only.
+    Where a test has several ``parametrize``, not all of what they have runs with all of the others;
+    pairs that matter stand in one. What is marked ``thorough`` runs in thorough runs only.
     """
     cases, left_out = {}, set()
     for item in items:
         if item.get_closest_marker("thorough") and not THOROUGH:
             left_out.add(item)
-        elif hasattr(item, "callspec") and not item.get_closest_marker("crossed"):
+        elif hasattr(item, "callspec"):
             cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for same in cases.values():
         taken = cover([axes_of(item) for item in same])

@@ -64,7 +64,7 @@ def test_half_a_launch_is_a_finding(monkeypatch, capsys):
     assert any("but not WORLD_SIZE" in what for what in whats)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_local_ranks_that_cannot_meet_are_told(monkeypatch, capsys):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing0")
     assert main(["--nproc", "2", "--json", *SMALL]) == 1

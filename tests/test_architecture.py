@@ -8,7 +8,6 @@ it looks for.
 
 import ast
 import re
-import subprocess
 import sys
 import textwrap
 from collections import Counter
@@ -19,7 +18,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from support.limits import PROCESS_S
 
 import fullshard
 
@@ -543,31 +541,6 @@ def test_the_source(check):
     )
     offences = offences_in(check, sources)
     assert not offences, "\n" + "\n".join(offences)
-
-
-def test_what_needs_no_framework_loads_without_one():
-    modules = [
-        source.module
-        for source in read_sources(PACKAGE)
-        if source.layer in LAYERS and LAYERS[source.layer].without_frameworks
-    ]
-    assert {"fullshard", "fullshard.core.schedule", "fullshard.cli"} <= set(modules)
-    program = """
-import importlib, sys
-for name in sys.argv[1:]:
-    importlib.import_module(name)
-    loaded = {"torch", "jax"} & set(sys.modules)
-    if loaded:
-        sys.exit(f"{name} loads {', '.join(sorted(loaded))}")
-"""
-    result = subprocess.run(
-        [sys.executable, "-c", program, *modules],
-        capture_output=True,
-        text=True,
-        timeout=PROCESS_S,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
 
 
 def test_names_that_the_package_resolves_late_are_there():

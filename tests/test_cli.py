@@ -74,11 +74,8 @@ def test_an_unknown_command_ends_with_2_and_names_the_nearest():
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize(
-    "arguments", [("plan", "llama3-8b"), ("doctor", "--nproc", "2", "--size", "4KiB")]
-)
-def test_a_closed_output_is_taken(arguments):
-    line = shlex.join([sys.executable, "-m", "fullshard", *arguments])
+def test_a_closed_output_is_taken():
+    line = shlex.join([sys.executable, "-m", "fullshard", "plan", "llama3-8b"])
     done = subprocess.run(
         ["sh", "-c", f"{line} >&-"],
         capture_output=True,
@@ -193,6 +190,7 @@ def test_local_ranks_keep_to_this_host_and_leave_nothing_when_killed(tmp_path):
     assert not [name for name in left if not name.startswith("torchinductor_")]  # torch's own cache
 
 
+@pytest.mark.thorough
 def test_a_failing_rank_is_shown_once_and_ends_the_others(tmp_path):
     overrides = ["optim.lr=1e35", "optim.warmup_steps=0", "train.steps=9", "model.context=16"]
     done = fullshard("train", "--nproc", "2", *overrides, cwd=tmp_path)

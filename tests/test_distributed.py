@@ -205,7 +205,7 @@ def test_a_script_under_slurm_that_forgets_to_clean_up(unused_port):
         assert [line.split(",")[0] for line in said] == [*alone, "told by all"]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_under_open_mpi_the_rank_that_fails_says_why_and_nobody_hangs(unused_port):
     ranks = run_ranks([of_open_mpi(rank, unused_port) for rank in range(2)], "fail")
     assert all(code != 0 for code, _, _ in ranks)

@@ -18,12 +18,22 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 LAUNCH = EXAMPLES / "launch"
 
 
-# Fewer steps and samples; each text stands in the example once.
+# Smaller models, fewer steps and samples; each text stands in the example once.
 SMALLER = {
+    "article_features.py": ("LAYERS = 64, 128, 4, 3", "LAYERS = 32, 32, 4, 2"),
     "cluster.py": ("sequences(2048)", "sequences(512)"),
+    "jax_fsdp.py": ("LENGTH = 64, 4, 4, 64", "LENGTH = 32, 3, 4, 32"),
     "minimal.py": ("STEPS = 20", "STEPS = 6"),
     "mnist.py": ("images[:-HELD_BACK], labels[:-HELD_BACK]", "images[:1000], labels[:1000]"),
 }
+
+
+def smaller(name, folder):
+    """Write the example in its smaller form there; return its path."""
+    text, (old, new) = (EXAMPLES / name).read_text(), SMALLER.get(name, ("", ""))
+    assert not old or text.count(old) == 1
+    (folder / name).write_text(text.replace(old, new) if old else text)
+    return folder / name
 
 
 @pytest.fixture
@@ -31,10 +41,7 @@ def run_example(gloo_world, tmp_path):
     """Runs an example on two ranks in a folder of its own; what each of them printed."""
 
     def run(name, *arguments):
-        text, (old, new) = (EXAMPLES / name).read_text(), SMALLER.get(name, ("", ""))
-        assert not old or text.count(old) == 1
-        (tmp_path / name).write_text(text.replace(old, new) if old else text)
-        return gloo_world.launch(2, run_script, tmp_path / name, arguments, str(tmp_path))
+        return gloo_world.launch(2, run_script, smaller(name, tmp_path), arguments, str(tmp_path))
 
     return run
 
@@ -89,6 +96,19 @@ def test_mnist(run_example):
     assert first.count("FullyShardedDataParallel(") == 2
 
 
+def test_article_features(run_example, tmp_path):
+    settings = ("--batch-size=2", "--save-every=10")
+    first, other = run_example("article_features.py", "--steps=10", *settings)
+    assert "without shards" in first
+    assert "rank 1: host" in other
+    again, _ = run_example("article_features.py", "--steps=20", *settings)
+    assert "goes on after step 10, with sample 40" in again
+    assert losses_in(again)[-1] < losses_in(first)[0]
+    saved = torch.load(tmp_path / "article_features.pt", weights_only=True)
+    assert saved["progress"] == {"step": 20, "epoch": 0, "samples": 80}
+
+
+@pytest.mark.thorough
 def test_article_features_survives_the_loss_of_a_rank(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     script = [
@@ -118,12 +138,12 @@ def test_article_features_survives_the_loss_of_a_rank(tmp_path):
 
 
 @pytest.fixture
-def run_here(monkeypatch):
+def run_here(monkeypatch, tmp_path):
     """Runs an example on this process's eight simulated devices; what it prints."""
     monkeypatch.setattr(sys, "argv", sys.argv)
 
     def run(name, *arguments):
-        return run_script(EXAMPLES / name, arguments)
+        return run_script(smaller(name, tmp_path), arguments)
 
     return run
 
@@ -140,7 +160,7 @@ def test_jax_fsdp(run_here, tmp_path):
     assert peaks[0] < peaks[1] / 2
     assert "reduce-scatter" in printed
     with safe_open(path, "np") as saved:
-        assert saved.get_slice("blocks.3.up.kernel").get_shape() == [64, 256]
+        assert saved.get_slice("blocks.2.up.kernel").get_shape() == [32, 128]
 
 
 def test_jax_hybrid(run_here):

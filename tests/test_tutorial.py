@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pages that are typed here as their reader would: their files written, their commands run."""
+"""Pages that are typed here as their reader would: their files written, their commands run.
+
+That takes ten processes each, so it is done in thorough runs; else files are compiled only, and
+commands looked up.
+"""
 
 import os
 import re
@@ -10,10 +14,37 @@ from pathlib import Path
 import pytest
 from support.limits import PROCESS_S
 
+from fullshard.cli import main
+
 DOCS = Path(__file__).parent.parent / "docs"
 
 
 SMALLER = {"range(150)": "range(15)", "60, 12, 64": "60, 12, 16"}  # the base; samples of a step
+
+
+def blocks_of(page):
+    """(language, file name, text) of each block of Python or a console."""
+    text = (DOCS / page).read_text()
+    return re.findall(r"^```(python|console)(?: file=(\S+))?\n(.*?)^```", text, re.M | re.S)
+
+
+@pytest.mark.parametrize("page", ["tutorial.md", "howto/huggingface.md"])
+def test_commands_are_there_and_files_compile(page, capsys):
+    files = set()
+    for language, name, body in blocks_of(page):
+        if language == "python":
+            files.add(name)
+            compile(body, name, "exec")
+            continue
+        for line in re.sub(r"^\$ (\w+=\S+ )?", "", body, flags=re.M).splitlines():
+            command, *words = line.split()
+            assert command in ("python", "torchrun", "fullshard")
+            assert {word for word in words if word.endswith(".py")} <= files
+            if command == "fullshard":
+                with pytest.raises(SystemExit, match="0"):
+                    main([words[0], "--help"])
+                options = {word for word in words if word.startswith("--")}
+                assert options <= set(capsys.readouterr().out.replace(",", " ").split())
 
 
 def outputs_of(page, folder, changes):
@@ -29,9 +60,7 @@ def outputs_of(page, folder, changes):
         "PET_STANDALONE": "1",  # torchrun then takes a free port, and not always the same
     }
     outputs = []
-    for language, name, body in re.findall(
-        r"^```(python|console)(?: file=(\S+))?\n(.*?)^```", (DOCS / page).read_text(), re.M | re.S
-    ):
+    for language, name, body in blocks_of(page):
         if language == "python":
             for old in changes.keys() - changed:
                 if old in body:
@@ -54,7 +83,7 @@ def outputs_of(page, folder, changes):
     return outputs
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_every_step_of_the_tutorial_works(tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("peft")
@@ -70,7 +99,7 @@ def test_every_step_of_the_tutorial_works(tmp_path):
     assert "def " in generated
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_page_on_hugging_faces_trainer_works(tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random histories of a run folder beside a model in plain Python: what the rules keep is there.
 
-``FULLSHARD_TRIALS=full`` runs 2,000 histories, otherwise 60.
+``FULLSHARD_TRIALS=full`` runs 2,000 histories, otherwise 20.
 """
 
 import errno
@@ -22,7 +22,7 @@ from fullshard.checkpoint.session import Content, Loaded, SaveSession
 from fullshard.checkpoint.shards import Piece
 from fullshard.core.errors import CheckpointError
 
-HISTORIES = 2000 if FULL else 60
+HISTORIES = 2000 if FULL else 20
 OPERATIONS = 14
 
 

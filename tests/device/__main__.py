@@ -2,8 +2,8 @@
 """`python -m device KIND`: lines of JSON, see `device.runner`.
 
 KIND is one of programs, mutants, cost, orders, offloaded, memory, repeated, captured, schedules
-(with ``--seeds N``), sample, and mutate, which plants faults at random (``--seed S --count N``);
-`table` makes the table of costs in `docs/performance.md`.
+(with ``--seeds N``), few and sample of all these, mutate, which plants faults at random (``--seed S
+--count N``), and table, which makes the table of costs in `docs/performance.md`.
 """
 
 import argparse

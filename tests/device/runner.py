@@ -41,23 +41,24 @@ OTHERWISE = (
 )
 ANSWERS = ("at once", "seed 1", "seed 2")
 
-# Enough for every day: each part of the engine is in one of them.
+# Enough for every day.
+FEW = (
+    *("full over 3", "gathers in int8", "one communicator", "recorded"),
+    *("blocks dropped and in changing order", "SHARD_GRAD_OP", "accumulation without reduces"),
+    *("clipped, optimizer beside forward, offloaded", "an exception in a hybrid backward"),
+)
+FEW_AS_TWO = ("bf16 hybrid", "blocks of 2", "branches that only some ranks use")
+# Each part of the engine is in one of them.
 SAMPLE = (
-    *("full over 3", "offload bf16", "gathers in int8"),
-    *("one communicator", "blocks dropped and in changing order"),
-    *("reduces in int8", "SHARD_GRAD_OP", "NO_SHARD offloaded", "offload optimizer"),
-    *("accumulation without reduces", "reduces left under way", "hybrid accumulation"),
-    *("optimizer in backward", "clipping at the first door", "forwards and backwards crossed"),
-    *("an exception in a hybrid backward", "frozen parameters"),
-    *("full parameters between steps", "scaled losses", "FSDP2 bf16", "recorded"),
-    *("clipped, optimizer beside forward, offloaded", "a replay after a step that was put off"),
+    *(*FEW, "offload bf16", "reduces in int8", "NO_SHARD offloaded", "offload optimizer"),
+    *("reduces left under way", "hybrid accumulation", "optimizer in backward"),
+    *("clipping at the first door", "forwards and backwards crossed", "frozen parameters"),
+    *("full parameters between steps", "scaled losses", "FSDP2 bf16"),
+    "a replay after a step that was put off",
 )
-AS_TWO = (
-    *("bf16 hybrid", "blocks of 2", "offload"),
-    *("branches that only some ranks use", "optional parts, again"),
-)
+AS_TWO = (*FEW_AS_TWO, "offload", "optional parts, again")
 LEAST_BYTES = 1024  # what a step may leave: factors that divide gradients
-FEW = 10  # of so many faults one is tried every day
+SOME_FAULTS = {"few": 30, "sample": 10}  # of so many one is tried
 
 
 def answers(kind):
@@ -240,49 +241,58 @@ def main(kind, *, seeds=100_000, seed=0, count=30):
         usual = {}
         for mutant in mutations.draw(seed, count):
             print(json.dumps({"edit": mutant.edits[0]} | hunt(mutant, usual)), flush=True)
-    if kind in ("programs", "sample"):
+    sampled = kind in ("few", "sample")
+    if kind == "programs" or sampled:
         known = PROGRAMS | CONTROLS
         wanted = requests(known)
-        if kind == "sample":
-            wanted = [(name, 0, "never") for name in SAMPLE] + [("hybrid", 0, "seed 1")]
-            wanted += [(name, rank, "never") for name in AS_TWO for rank in (0, 1)]
+        if sampled:
+            once, twice = (FEW, FEW_AS_TWO) if kind == "few" else (SAMPLE, AS_TWO)
+            wanted = [(name, 0, "never") for name in once] + [("hybrid", 0, "seed 1")]
+            wanted += [(name, rank, "never") for name in twice for rank in (0, 1)]
         for name, rank, answered in wanted:
             print(json.dumps(report(name, known[name], rank, answered)), flush=True)
-    if kind in ("mutants", "sample"):
+    if kind == "mutants" or sampled:
         every = [(name, mutant, False) for name, mutant in MUTANTS.items()]
         every += [(name, mutant, True) for name, (mutant, _) in EQUIVALENT.items()]
-        for name, mutant, equivalent in every[:: FEW if kind == "sample" else 1]:
+        for name, mutant, equivalent in every[:: SOME_FAULTS.get(kind, 1)]:
             verdict = {"mutant": name, "equivalent": equivalent} | judge(mutant)
             print(json.dumps(verdict), flush=True)
-    if kind in ("cost", "sample"):
+    if kind == "cost" or sampled:
         for line in cost.lines(cost.CASES if kind == "cost" else cost.FEW_CASES):
             print(json.dumps(line), flush=True)
-    if kind in ("schedules", "sample"):
-        few = (("three units", 200, 4), ("offload", 40, 4), ("full", 40, 4, RACES[2]))
+    if kind == "schedules" or sampled:
+        few = [("three units", 200, 4), ("full", 40, 4, RACES[2])]
+        few += [("offload", 40, 4)] if kind == "sample" else []
         found = all_schedules(seeds) if kind == "schedules" else (schedules(*each) for each in few)
         for line in found:
             print(json.dumps(line), flush=True)
-    if kind in ("orders", "sample"):
-        names = ("two models in turn", "two blocks swapped") if kind == "sample" else cost.ORDERS
+    if kind == "orders" or sampled:
+        some = {
+            "few": ("two models in turn",),
+            "sample": ("two models in turn", "two blocks swapped"),
+        }
+        names = some.get(kind, cost.ORDERS)
         for line in cost.orders(names):
             print(json.dumps(line), flush=True)
     if kind in ("offloaded", "sample"):
         for line in cost.offloaded(cost.OFFLOADED if kind == "offloaded" else cost.OFFLOADED[2:]):
             print(json.dumps(line), flush=True)
-    if kind in ("repeated", "sample"):
+    if kind == "repeated" or sampled:
         for reduces in cost.REDUCES if kind == "repeated" else ["bf16"]:
             found = repeated.repeated(reduces, 100 if kind == "repeated" else 2)
             print(json.dumps(found), flush=True)
-    if kind in ("captured", "sample"):
+    if kind == "captured" or sampled:
         for reduces in cost.REDUCES if kind == "captured" else ["bf16"]:
             print(json.dumps(captured.captured(reduces)), flush=True)
         for line in captured.faults() if kind == "captured" else ():
             print(json.dumps(line), flush=True)
-    if kind in ("memory", "sample"):
-        for case in memory.CASES if kind == "memory" else memory.FEW_CASES:
+    if kind == "memory" or sampled:
+        some = {"few": memory.FEW_CASES[2:], "sample": memory.FEW_CASES}
+        for case in some.get(kind, memory.CASES):
             print(json.dumps(memory.memory_of(*case)), flush=True)
+    if kind in ("memory", "sample"):
         few = (["two blocks swapped"], ["fullshard, by row"])
-        for line in memory.changed(*few if kind == "sample" else ()):
+        for line in memory.changed(*few if sampled else ()):
             print(json.dumps(line), flush=True)
     if kind == "table":
         print(cost.table(list(cost.lines(cost.CASES))))

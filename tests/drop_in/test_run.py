@@ -101,7 +101,7 @@ def test_the_exit_status_is_that_of_the_rank_that_failed(script):
     assert "has left True" in done.stdout  # rank 0, which has ended well
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_spawned_ranks_have_the_drop_in(unused_port):
     done = python(
         "fullshard", "run", "--no-launch", SCRIPTS / "spawn_fsdp1.py", "--port", unused_port

@@ -10,7 +10,6 @@ import inspect
 import pytest
 import torch
 from support.beside import shard
-from support.sampling import pairwise
 from support.stack import WIDTH, Stack
 from support.threads import on_ranks
 from torch import nn
@@ -130,10 +129,9 @@ def check(door, part, ask, folder):
         assert prefetch == Prefetch(2, 0)
 
 
-@pytest.mark.parametrize(
-    ("door", "part", "name"),
-    pairwise(["wrapper", "function"], ["root", "container", "unit"], list(ASKING)),
-)
+@pytest.mark.parametrize("door", ["wrapper", "function"])
+@pytest.mark.parametrize("part", ["root", "container", "unit"])
+@pytest.mark.parametrize("name", ASKING)
 def test_asking_changes_nothing(door, part, name, tmp_path):
     check(door, part, ASKING[name], tmp_path)
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from fullshard.testing import LocalWorld
 from fullshard.torch.comm.protocol import rank_order_sum
 
-STEPS = 4
+STEPS = 3
 
 
 def autocast(cache_enabled=True):
@@ -104,12 +104,10 @@ def compare(name, runs, **how):
 @pytest.mark.parametrize("name", ["gpt", "nested"])
 @pytest.mark.parametrize(("door", "strategy"), WAYS)
 def test_around_forward(name, door, strategy):
-    for world in (2, 3):
-        runs = LocalWorld(world).run(lambda comm: train_sharded(comm, name, door, strategy))
-        compare(name, runs)
+    compare(name, LocalWorld(3).run(lambda comm: train_sharded(comm, name, door, strategy)))
 
 
-@pytest.mark.parametrize(("door", "strategy"), WAYS)
+@pytest.mark.parametrize(("door", "strategy"), [WAYS[0], WAYS[-1]])
 def test_a_module_called_twice_shares_one_cast(gloo_world, door, strategy):
     """Its gradients meet in bf16. In processes: threads share, and empty, one cache of casts."""
     compare("twice", gloo_world.run(2, train_sharded, "twice", door, strategy))

@@ -270,9 +270,8 @@ def test_training_comes_close(choice):
             assert (param - exact[name]).abs().mean() < 2e-3
 
 
-@pytest.mark.parametrize("choice", CHOICES, ids=str)
-def test_processes_train_as_threads_do(gloo_world, choice):
-    compression = CommunicationCompression(**choice)
+def test_processes_train_as_threads_do(gloo_world):
+    compression = CommunicationCompression("fp8", "int8", error_feedback=True, block_numel=64)
     threads = LocalWorld(3).run(lambda comm: train(comm, compression))
     processes = gloo_world.run(3, train, compression)
     torch.testing.assert_close(processes, threads, rtol=0, atol=0)

@@ -5,9 +5,7 @@ import contextlib
 import io
 import json
 import re
-import subprocess
 import sys
-import threading
 import time
 from datetime import timedelta
 from types import SimpleNamespace
@@ -431,17 +429,3 @@ def test_a_collective_that_a_device_does_not_complete_is_printed_once(group):
     assert printed.count("not done yet") == 1
     assert "fullshard: rank 0: gather of unit 'c' was issued " in printed
     assert wanted in printed
-
-
-@pytest.mark.slow
-def test_importing_starts_no_thread():
-    program = "import threading, fullshard.torch; print(threading.active_count())"
-    result = subprocess.run(
-        [sys.executable, "-c", program],
-        capture_output=True,
-        text=True,
-        timeout=PROCESS_S,
-        check=True,
-    )
-    assert result.stdout.split() == ["1"]
-    assert not [each for each in threading.enumerate() if each.name == "fullshard watchdog"]

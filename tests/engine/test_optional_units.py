@@ -30,7 +30,7 @@ from support.optional_parts import (
     train_on_gloo,
     update,
 )
-from support.sampling import FULL, pairwise
+from support.sampling import FULL
 from support.threads import on_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -80,7 +80,7 @@ MODES = {
 
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_with_optional_parts(mode):
-    check(4, [[patterns(4, seed, most=2)] for seed in range(4)], MODES[mode])
+    check(4, [[patterns(4, seed, most=2)] for seed in range(2)], MODES[mode])
 
 
 class Weighing(Model):
@@ -129,13 +129,10 @@ def test_compressed_gradients_are_those_of_ranks_that_run_everything():
 
 @pytest.mark.parametrize(
     ("again", "shared", "announce"),
-    [
-        *((False, False, ()), (False, True, ()), (True, False, ()), (True, True, ())),
-        *((False, False, (0, 1, 2)), (True, False, (0, 1, 2))),
-    ],
+    [(False, True, ()), (True, True, ()), (True, False, (0, 1, 2))],
 )
 def test_experts_of_a_list_run_in_any_order_on_any_rank(again, shared, announce):
-    steps, make = [[routes(3, seed)] for seed in range(4)], partial(MixtureOfExperts, again, shared)
+    steps, make = [[routes(3, seed)] for seed in range(3)], partial(MixtureOfExperts, again, shared)
     check(3, steps, lambda comm: make().shard(comm), make(), announce=announce)
 
 
@@ -193,7 +190,7 @@ def test_nothing_is_asked_of_layers_that_are_announced_too(questions):
 @pytest.mark.parametrize("announce", [(0, 1, 2), (1,)], ids=["all", "one"])
 @pytest.mark.parametrize("again", [False, True])
 def test_ranks_announce_what_they_will_run(announce, again):
-    steps = [[patterns(3, s, most=2)] for s in range(5)]
+    steps = [[patterns(3, s, most=2)] for s in range(3)]
     check(3, steps, by("wrapper", again=again), Model(again), announce=announce)
 
 
@@ -235,18 +232,18 @@ def test_announcements_that_mean_nothing_are_refused(comm):
 @pytest.mark.parametrize("door", ["fully_shard", "wrapper"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_any_pattern_of_parts_gives_what_one_process_has(ranks, door):
-    check(ranks, [[patterns(ranks, seed)] for seed in range(5)], by(door))
+    check(ranks, [[patterns(ranks, seed)] for seed in range(3)], by(door))
 
 
 @pytest.mark.parametrize("again", [False, True])
 def test_parts_run_different_numbers_of_times(again):
-    steps = [[patterns(3, seed, most=2)] for seed in range(6)]
+    steps = [[patterns(3, seed, most=2)] for seed in range(3)]
     check(3, steps, by("fully_shard", again=again), Model(again))
 
 
 @pytest.mark.parametrize("no_sync", [False, True])
 def test_micro_batches_use_different_parts(no_sync):
-    steps = [[patterns(2, 10 * seed + batch) for batch in range(3)] for seed in range(4)]
+    steps = [[patterns(2, 10 * seed + batch) for batch in range(3)] for seed in range(2)]
     check(2, steps, by("fully_shard"), no_sync=no_sync)
 
 
@@ -261,15 +258,13 @@ OF_USERS = {
 @pytest.mark.parametrize("door", ["fully_shard", "wrapper"])
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_run_parts_with_gradients_and_without(ranks, door):
-    steps = [[patterns(ranks, 2 * s + batch, least=-1) for batch in range(2)] for s in range(5)]
+    steps = [[patterns(ranks, 2 * s + batch, least=-1) for batch in range(2)] for s in range(3)]
     check(ranks, steps, by(door, again=ranks == 3), Model(ranks == 3))
 
 
-@pytest.mark.parametrize(
-    ("way", "no_sync"), [*((way, False) for way in OF_USERS), ("fully_shard", True)]
-)
+@pytest.mark.parametrize(("way", "no_sync"), [*((way, way == "fully_shard") for way in OF_USERS)])
 def test_gradients_are_means_over_users(way, no_sync):
-    steps = [[patterns(4, 10 * s + batch, most=2) for batch in range(2)] for s in range(3)]
+    steps = [[patterns(4, 10 * s + batch, most=2) for batch in range(2)] for s in range(2)]
     check(4, steps, OF_USERS[way], Model(way == "recomputed"), "users", no_sync=no_sync)
 
 
@@ -384,9 +379,9 @@ def test_what_would_be_recomputed_goes_with_its_graph():
     assert LocalWorld(2).run(body) == [[None, None], [None, None]]
 
 
-@pytest.mark.parametrize(
-    ("seed", "embed", "beside"), pairwise(range(3), (False, True), (False, True))
-)
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("embed", [False, True])
+@pytest.mark.parametrize("seed", range(3))
 def test_one_backward_goes_through_two_roots(seed, embed, beside):
     """One behind the other or side by side; a rank may leave out all that it would run first."""
     used = [[patterns(2, 4 * seed + 2 * step + n, most=2) for n in range(2)] for step in range(2)]
@@ -475,7 +470,7 @@ def test_units_that_are_not_marked_must_run_on_all_ranks(comm):
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_parts_with_units_inside_are_recomputed_as_a_whole(frozen, prefetch):
-    steps = [[patterns(3, seed, most=2)] for seed in range(6)]
+    steps = [[patterns(3, seed, most=2)] for seed in range(4)]
 
     def ahead(comm):
         model = as_recomputing(comm, frozen)
@@ -523,7 +518,7 @@ def test_ranks_recompute_at_one_place_whatever_they_have_saved(saves, prefetch, 
         set_prefetch(model, prefetch, prefetch)
         return model
 
-    check(2, [[routes(2, seed)] for seed in range(6)], ahead, Residuals(saves, together))
+    check(2, [[routes(2, seed)] for seed in range(4)], ahead, Residuals(saves, together))
 
 
 def test_blocks_of_a_part_are_recomputed_one_by_one():

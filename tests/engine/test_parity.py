@@ -12,7 +12,6 @@ import pytest
 import torch
 from support.models import CASES
 from support.rounding import rounding
-from support.sampling import pairwise
 from support.training import mean_losses, train_plain, train_sharded, train_split
 
 from fullshard.testing import LocalWorld
@@ -39,12 +38,11 @@ def compare(name, dtype, runs):
     torch.testing.assert_close(runs[0].params, reference.params, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "name", "strategy", "prefetch", "world"),
-    pairwise(
-        {"fp64": torch.float64, "fp32": torch.float32}, [*CASES], STRATEGIES, (0, 1, 2), WORLDS
-    ),
-)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+@pytest.mark.parametrize("world", WORLDS)
 def test_wrapper_door(dtype, name, strategy, prefetch, world):
     runs = LocalWorld(world).run(
         lambda comm: train_sharded(comm, name, dtype, strategy=strategy, prefetch=prefetch)
@@ -56,17 +54,16 @@ def test_wrapper_door(dtype, name, strategy, prefetch, world):
 @pytest.mark.parametrize("name", ["gpt", "nested"])
 def test_bf16_parameters(name, strategy):
     """Bit by bit too: reduces add in fp32 and round once, as the reference does."""
-    for world in (2, 3):
-        runs = LocalWorld(world).run(
-            lambda comm: train_sharded(comm, name, torch.bfloat16, strategy=strategy)
-        )
-        compare(name, torch.bfloat16, runs)
+    runs = LocalWorld(3).run(
+        lambda comm: train_sharded(comm, name, torch.bfloat16, strategy=strategy)
+    )
+    compare(name, torch.bfloat16, runs)
 
 
-@pytest.mark.parametrize(
-    ("name", "strategy", "eager", "world"),
-    pairwise([*CASES], ("FULL_SHARD", "SHARD_GRAD_OP"), {"late": False, "eager": True}, (2, 3)),
-)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+@pytest.mark.parametrize("eager", [False, True], ids=["late", "eager"])
+@pytest.mark.parametrize("world", [2, 3])
 def test_function_door(name, strategy, eager, world):
     runs = LocalWorld(world, eager=eager).run(
         lambda comm: train_sharded(comm, name, torch.float32, strategy=strategy, door="function")
@@ -75,15 +72,13 @@ def test_function_door(name, strategy, eager, world):
 
 
 @pytest.mark.parametrize(
-    ("world", "name", "door"),
-    pairwise((2, 3, 4), ("gpt", "nested", "odd"), ("wrapper", "function")),
+    ("world", "name", "how"),
+    [
+        (2, "gpt", {"door": "wrapper", "strategy": "NO_SHARD"}),
+        (3, "odd", {"door": "wrapper", "strategy": "SHARD_GRAD_OP"}),
+        (4, "nested", {"door": "function"}),
+    ],
 )
-def test_gloo_processes(gloo_world, world, name, door):
-    runs = gloo_world.run(world, train_sharded, name, torch.float32, door=door)
+def test_gloo_processes(gloo_world, world, name, how):
+    runs = gloo_world.run(world, train_sharded, name, torch.float32, **how)
     compare(name, torch.float32, runs)
-
-
-@pytest.mark.parametrize(("world", "strategy"), [(2, "NO_SHARD"), (3, "SHARD_GRAD_OP")])
-def test_gloo_processes_with_other_strategies(gloo_world, world, strategy):
-    runs = gloo_world.run(world, train_sharded, "gpt", torch.float64, strategy=strategy)
-    compare("gpt", torch.float64, runs)

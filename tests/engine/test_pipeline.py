@@ -10,7 +10,6 @@ import torch.distributed as dist
 from support.beside import grads_of, params_of, shard
 from support.models import seeded
 from support.optional_parts import of_one_process, patterns, sharded, texts, update
-from support.sampling import pairwise
 from support.stack import LAYERS, WIDTH, Stack, shard_stack
 from support.threads import on_ranks
 from torch import nn
@@ -116,10 +115,9 @@ def in_one_process():
 SCHEDULES = {each.__name__: each for each in (ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B)}
 
 
-@pytest.mark.parametrize(
-    ("once", "schedule", "door"),
-    pairwise((False, True), SCHEDULES, ("wrapper", "function")),
-)
+@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize("door", ["wrapper", "function"])
 def test_two_stages_of_two_ranks(gloo_world, once, schedule, door):
     """Several forwards before a backward; each backward reduces, or the last for all."""
     expected_losses, expected = in_one_process()

@@ -59,7 +59,7 @@ def test_a_unit_around_a_checkpoint_wrapper_has_experts_inside(saves, options):
         model.options = options
         return model.shard(comm)
 
-    check(3, [[routes(3, seed)] for seed in range(6)], wrapped, Residuals(saves, together=False))
+    check(3, [[routes(3, seed)] for seed in range(3)], wrapped, Residuals(saves, together=False))
 
 
 @pytest.mark.parametrize("way", ["all", "by part", "blocks"])

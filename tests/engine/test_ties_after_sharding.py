@@ -8,7 +8,6 @@ import pytest
 import torch
 from support.beside import DOORS, shard
 from support.models import seeded
-from support.sampling import pairwise
 from support.threads import on_ranks
 from torch import nn
 
@@ -75,15 +74,10 @@ def trains_as(model, plain, comm, inner=None):
         torch.testing.assert_close(param.detach().full_tensor(), expected[name].detach(), msg=name)
 
 
-@pytest.mark.parametrize(
-    ("door", "align", "units", "between"),
-    pairwise(
-        ["wrapper", "function"],
-        ["row", "element"],
-        UNITS,
-        ["nothing", "state_dict", "to", "summon", "load"],
-    ),
-)
+@pytest.mark.parametrize("door", ["wrapper", "function"])
+@pytest.mark.parametrize("align", ["row", "element"])
+@pytest.mark.parametrize("units", UNITS.values(), ids=UNITS)
+@pytest.mark.parametrize("between", ["nothing", "state_dict", "to", "summon", "load"])
 @on_ranks(2)
 def test_with_values_from_the_start(comm, door, align, units, between):
     inner, plain = language(), language()
@@ -167,10 +161,9 @@ def test_an_optimizer_from_before_the_tie_trains_what_is_tied(comm, strategy, al
 PUTS = (to_empty_first, tie_first, put_one_by_one, put_into_a_tied_model, put_and_look_at_parts)
 
 
-@pytest.mark.parametrize(
-    ("align", "units", "put"),
-    pairwise(["row", "element"], UNITS, {put.__name__: put for put in (*PUTS, assigned)}),
-)
+@pytest.mark.parametrize("align", ["row", "element"])
+@pytest.mark.parametrize("units", UNITS.values(), ids=UNITS)
+@pytest.mark.parametrize("put", [*PUTS, assigned], ids=lambda put: put.__name__)
 @on_ranks(2)
 def test_from_the_meta_device(comm, align, units, put):
     plain = language()

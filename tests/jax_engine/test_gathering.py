@@ -288,7 +288,7 @@ def test_modules_that_differ_are_refused():
 # ---- tables ----------------------------------------------------------------------------------
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(
     st.sampled_from([(16, 8), (15, 8), (16, 6), (7, 5), (400, 8), (401, 4)]),
     st.sampled_from([1, 3, 40]),

@@ -22,6 +22,11 @@ PACKAGES = {
 
 BY_ROW = ("model_parallel", "transformers")  # these look for DTensors
 
+# One of each mechanism; the others are tried in thorough runs.
+ALWAYS = (
+    *("accelerate/1-full", "accelerate/2-sharded"),
+    *("fabric/full", "model_parallel/distributed", "transformers/sharded"),
+)
 
 # Another case exchanges files of their form; what differs is seen when they load their own.
 FORMS_OF_OTHERS = (
@@ -49,7 +54,10 @@ def as_params(*only):
     return [
         pytest.param(
             f"{library}/{name}",
-            marks=pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}"),
+            marks=[
+                pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}"),
+                *([] if f"{library}/{name}" in ALWAYS else [pytest.mark.thorough]),
+            ],
             id=f"{library}-{name}",
         )
         for library, name, missing in chosen(*only)

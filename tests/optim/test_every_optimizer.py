@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every optimizer on every world, in every layout and mode, after five steps as in one process.
 
-In float64, with gradients added in the order of ranks. Ways, worlds and modes are sampled, with
-optimizers in turn; ``FULLSHARD_TRIALS=full`` takes all with all. Experts on an axis of their own:
+In float64, with gradients added in the order of ranks. Experts on an axis of their own:
 ``test_stacks.py``. Other libraries: ``test_other_libraries.py``, ``test_low_bit_states.py``.
 """
 
 from functools import partial
-from itertools import cycle, product
+from itertools import product
 
 import pytest
 import torch
@@ -24,7 +23,7 @@ from support.owned_matrices import (
     train,
     wrapped,
 )
-from support.sampling import FULL, pairwise
+from support.sampling import few
 
 import fullshard.torch as fs
 from fullshard.testing import LocalWorld
@@ -50,17 +49,7 @@ MODES = {  # the micro-batches of a step, and options
     "hybrid, accumulated, offload": (3, {"hybrid": True, "offload": True}),
 }
 
-
-def cases():
-    names = [*OF_MATRICES, *OPTIMIZERS]
-    if FULL:
-        every = product(names, WAYS, WORLDS, MODES)
-        return [pytest.param(*case, id="-".join(map(str, case))) for case in every]
-    sampled = pairwise(list(WAYS), WORLDS, list(MODES))
-    return [
-        pytest.param(name, *case.values, id=f"{name}-{case.id}")
-        for name, case in zip(cycle(names), sampled, strict=False)
-    ]
+CASES = few([*product([*OF_MATRICES, *OPTIMIZERS], WAYS, WORLDS, MODES)])
 
 
 def optimizers_of(name, model):
@@ -88,7 +77,7 @@ def prepared(comm, way, row, options):
     return make(grid(comm, row) if options.get("hybrid") else comm, align=align, **chosen)
 
 
-@pytest.mark.parametrize(("name", "way", "world", "mode"), cases())
+@pytest.mark.parametrize(("name", "way", "world", "mode"), CASES)
 def test_it_is_that_of_one_process(name, way, world, mode, monkeypatch):
     in_float64(monkeypatch)
     parts, options = MODES[mode]

@@ -260,10 +260,9 @@ def by_name(optimizers):
     return dict(zip(("muon", "adamw"), optimizers, strict=True))
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_state_goes_on_from_state_dicts_and_checkpoints(door, tmp_path):
+def test_state_goes_on_from_state_dicts_and_checkpoints(tmp_path):
     def run(comm, how=None):
-        model, optimizers = made(comm, door)
+        model, optimizers = made(comm, "wrapper")
         train(model, optimizers, comm.rank, steps=range(2))
         if how == "state dict":
             saved = copy.deepcopy(optimizers[0].state_dict())
@@ -278,22 +277,20 @@ def test_state_goes_on_from_state_dicts_and_checkpoints(door, tmp_path):
         return full(model)
 
     def resumed(comm):
-        model, optimizers = made(comm, door)
+        model, optimizers = made(comm, "wrapper")
         fs.load_checkpoint(tmp_path / "3", model, by_name(optimizers))
         return [
             optimizers[0].state_dict()["state"][n]["momentum_buffer"].full_tensor()
             for n in range(9)
         ]
 
-    for world in (1, 3):
-        expected = LocalWorld(world).run(run)[0]
-        for how in ("state dict", tmp_path / str(world)):
-            values = LocalWorld(world).run(lambda comm, how=how: run(comm, how))[0]
-            for name, value in values.items():
-                assert torch.equal(value, expected[name]), (world, how, name)
+    expected = LocalWorld(3).run(run)[0]
+    for how in ("state dict", tmp_path / "3"):
+        values = LocalWorld(3).run(lambda comm, how=how: run(comm, how))[0]
+        for name, value in values.items():
+            assert torch.equal(value, expected[name]), (how, name)
     first = LocalWorld(1).run(resumed)[0]
-    for world in (2, 5):
-        assert all(map(torch.equal, LocalWorld(world).run(resumed)[0], first))
+    assert all(map(torch.equal, LocalWorld(5).run(resumed)[0], first))
 
 
 def test_adafactor_steps_vectors_beside_matrices_on_more_ranks_than_there_are():

@@ -56,20 +56,16 @@ def check(of_ranks, expected):
 MUON = {"make": muon_for_experts, "align": "matrix"}
 
 
-@pytest.mark.parametrize("keeps", [False, True])
-def test_over_micro_batches(gloo_world, keeps):
-    of_ranks = gloo_world.run_joined(4, train, "stacked", 2, 2, 3, keeps=keeps, **MUON)
-    check(of_ranks, in_one_process("stacked", 4, 3))
+def test_over_micro_batches(gloo_world):
+    of_ranks = gloo_world.run_joined(4, train, "stacked", 2, 2, 2, keeps=True, **MUON)
+    check(of_ranks, in_one_process("stacked", 4, 2))
 
 
-@pytest.mark.parametrize("experts", [1, 4])
-@pytest.mark.parametrize("align", ["matrix", "row"])
-def test_a_checkpoint_goes_on_with_another_number_of_ranks(gloo_world, tmp_path, experts, align):
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(gloo_world, tmp_path):
     gloo_world.run_joined(4, train_and_save, "stacked", 2, 2, tmp_path / "step", 3, **MUON)
     of_ranks = gloo_world.run_joined(
-        4, train, "stacked", experts, 4 // experts, 1,
-        folder=tmp_path / "step", **(MUON | {"align": align}),
-    )  # fmt: skip
+        4, train, "stacked", 4, 1, 1, folder=tmp_path / "step", **(MUON | {"align": "row"})
+    )
     check(of_ranks, in_one_process("stacked", 4))
 
 
@@ -163,10 +159,7 @@ def test_a_stack_on_no_axis_of_its_own(world):
 @pytest.mark.parametrize(
     ("kind", "experts", "shards", "door"),
     [
-        ("stacked", 2, 2, "fully_shard"),
         ("stacked", 2, 2, "wrapper"),
-        ("list", 2, 2, "wrapper"),
-        ("stacked", 1, 4, "fully_shard"),
         ("stacked", 4, 1, "fully_shard"),
         ("list", 1, 3, "fully_shard"),  # last: meshes of 4 ranks are not found again after it
     ],

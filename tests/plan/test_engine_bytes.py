@@ -37,7 +37,7 @@ def compare(configuration, found, expected, rank):
     assert (rest.parameters_bytes, rest.gradients_bytes, rest.optimizer_bytes) == state
 
 
-@pytest.mark.parametrize("seed", range(44))
+@pytest.mark.parametrize("seed", range(16))
 def test_random_configurations_on_ranks_as_threads(seed):
     configuration = Configuration.random(seed, list(range(1, 9)))
     expected = planned(configuration)
@@ -61,7 +61,7 @@ def test_random_configurations_on_ranks_as_threads(seed):
 ODD_MODELS = (3, 12, 60, 114, 125, 138, 150, 153, 154, 156, 196, 209, 228, 257, 266)
 
 
-@pytest.mark.parametrize("seed", sorted({*range(0, 258, 10), *ODD_MODELS}))
+@pytest.mark.parametrize("seed", sorted({*range(0, 258, 30), *ODD_MODELS}))
 def test_steps_of_random_models_are_the_engines(seed):
     """All of the first 900 seeds agree but those that torch itself refuses, as tried by hand."""
     steps = steps_of_random_model(seed, world=2)

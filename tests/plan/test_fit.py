@@ -68,6 +68,7 @@ def slopes(fit, rows):
     return better
 
 
+@pytest.mark.thorough
 def test_no_constant_fits_these_rows_better(fit, rows):
     assert max(slopes(fit, rows).values()) < 0.05
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from support.models import seeded
 from support.planned_engine import DEVICE, LINK, as_among_threads
+from support.sampling import few
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -76,7 +77,7 @@ def engine_trace(comm, shape, run, paths):
 
 @pytest.mark.parametrize(
     "case",
-    CASES,
+    few(CASES),
     ids=lambda case: "-".join(
         [case[0].name, ".".join(map(str, vars(case[1]).values())), case[2].value]
     ),

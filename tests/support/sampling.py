@@ -1,32 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parameters that are sampled instead of crossed."""
+"""Parameters that are sampled instead of crossed, and surveys that are left out.
+
+``FULLSHARD_TRIALS`` says how far: by default every value of every parameter of a test occurs,
+``thorough`` runs surveys and lets any two values of any two parameters meet, ``full`` takes all.
+"""
 
 import itertools
 import os
 
-import pytest
+FULL = os.environ.get("FULLSHARD_TRIALS") == "full"
+THOROUGH = FULL or os.environ.get("FULLSHARD_TRIALS") == "thorough"
 
-FULL = os.environ.get("FULLSHARD_TRIALS") == "full"  # all that is sampled otherwise
 
+def cover(rows):
+    """Return the numbers of those ``rows``, dicts from axes to values, that do for all of them.
 
-def pairwise(*axes, without=lambda *values: False):
-    """Return parameter sets in which any two values of any two ``axes`` meet.
-
-    A fault that needs two settings together is found as in the whole product, of which this is a
-    small part, always the same. An axis is a list, or a dict from ids to values. Combinations for
-    which ``without`` returns true are left out.
+    Every value of an axis occurs, in a thorough run any two values of two axes that do in ``rows``:
+    a fault that needs two settings together is then found as by all, of which this is a small part,
+    always the same.
     """
-    axes = [axis if isinstance(axis, dict) else {str(each): each for each in axis} for axis in axes]
-    product = {
-        ids: values
-        for ids in itertools.product(*axes)
-        if not without(*(values := [axis[name] for axis, name in zip(axes, ids, strict=True)]))
-    }
-    pairs = {ids: set(itertools.combinations(enumerate(ids), 2)) for ids in product}
-    missing = set().union(*pairs.values())
+    if FULL:
+        return range(len(rows))
+    alone = [set(row.items()) for row in rows]
+    pairs = [set(itertools.combinations(sorted(row.items()), 2)) for row in rows]
+    missing, unmet = set().union(*alone), set().union(*pairs)
     chosen = []
-    while missing:
-        best = max(product, key=lambda ids: len(pairs[ids] & missing))  # the first of them
-        missing -= pairs[best]
-        chosen.append(pytest.param(*product[best], id="-".join(best)))
-    return chosen
+
+    def use(number):
+        return len(alone[number] & missing), len(pairs[number] & unmet)
+
+    while missing or (THOROUGH and unmet):
+        best = max(range(len(rows)), key=use)  # the first of them
+        missing -= alone[best]
+        unmet -= pairs[best]
+        chosen.append(best)
+    return sorted(chosen)
+
+
+def few(cases):
+    """Return those of ``cases``, tuples, that are taken where each place is an axis."""
+    return [cases[number] for number in cover([dict(enumerate(map(str, case))) for case in cases])]
+
+
+def axes_of(item):
+    """Return what each ``parametrize`` and each parametrized fixture gives a case of a test."""
+    params, axes = dict(item.callspec.params), {}
+    for mark in item.iter_markers("parametrize"):
+        names = mark.args[0]
+        names = names.replace(" ", "").split(",") if isinstance(names, str) else names
+        axes[",".join(names)] = tuple(id(params.pop(name)) for name in names)
+    return axes | {name: id(value) for name, value in params.items()}
+
+
+def sample(items):
+    """Return those of pytest's ``items`` that run, and the others.
+
+    Where a test has several ``parametrize``, not all of what they have runs with all of the others;
+    pairs that matter stand in one. What is marked ``thorough`` runs in thorough runs only.
+    """
+    cases, left_out = {}, set()
+    for item in items:
+        if item.get_closest_marker("thorough") and not THOROUGH:
+            left_out.add(item)
+        elif hasattr(item, "callspec"):
+            cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for same in cases.values():
+        taken = cover([axes_of(item) for item in same])
+        left_out |= {*same} - {same[number] for number in taken}
+    return [item for item in items if item not in left_out], [*left_out]

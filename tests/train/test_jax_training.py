@@ -327,6 +327,7 @@ def test_processes_of_a_host_share_its_accelerators(environ, devices):
     assert devices_of_process(environ) == devices
 
 
+@pytest.mark.thorough  # processes of JAX: tests/jax_engine/test_processes.py
 def test_two_processes_train_the_digits_together(tmp_path, unused_port):
     settings = ["--model=mnist", "--engine=jax", "train.steps=2", "log.name=both", "log.every=1"]
     settings += ["data.validation_samples=17", "train.batch=16"]

@@ -173,9 +173,9 @@ class ManagedUnit:
         """True if forward may compute with what `summon_full_params` shows, as a plain module's."""
         if torch.is_grad_enabled() or self.unit.params[0].shown is self.unit.sharded[0]:
             raise UsageError(
-                f"unit {self.unit.name!r} cannot run forward within summon_full_params, which shows "
-                "its parameters to you, unless without gradients on ranks that see them: run it "
-                "under torch.no_grad(), or leave the context first"
+                f"unit {self.unit.name!r} cannot run forward within summon_full_params, unless "
+                "without gradients on ranks that see its parameters: run it under "
+                "torch.no_grad(), or leave the context first"
             )
         return True
 

@@ -143,6 +143,13 @@ def test_damage_and_what_does_not_fit(tmp_path):
     with pytest.raises(CheckpointError, match=r"has shape \(32,\) in it, w wants \(16,\)"):
         load_checkpoint(tmp_path, {"w": place(np.zeros(16, np.float32), mesh(4), "a")})
     assert load_checkpoint(tmp_path, {"v": state["w"]}, strict=False).state["v"] is state["w"]
+    deep = {"params": {**state, "b": np.zeros(2)}, "optimizer": {"w": np.ones(1)}}
+    save_checkpoint(tmp_path / "deep", deep, step=1)
+    with pytest.raises(CheckpointError, match=r"it also has state/params\.b \(1 in all\)"):
+        load_checkpoint(tmp_path / "deep", {"params": state})
+    left = load_checkpoint(tmp_path / "deep", {"params": state}, strict=False)
+    assert left.unexpected == ("state/params.b",)
+    assert load_checkpoint(tmp_path / "deep", {"params": deep["params"]}).unexpected == ()
     path = folder / "00000.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1

@@ -123,7 +123,26 @@ def test_gradients_are_summoned_and_written_back(comm):
 
 
 @on_ranks(2)
-def test_no_forward_and_no_second_summoning_within(comm):
+def test_models_are_evaluated_while_they_are_summoned(comm):
+    model = wrap(comm).eval()
+    inputs = make_batches("gpt", 1, 2)[0][0]
+    with torch.no_grad():
+        expected = model(inputs)
+        for recurse in (True, False):  # units below the root are gathered as they always are
+            with summon_full_params(model, recurse=recurse, writeback=False):
+                assert torch.equal(model(inputs), expected)
+        with summon_full_params(model, rank0_only=True, writeback=False):
+            if comm.rank == 0:
+                model.module.head.weight.zero_()
+                assert model(inputs).abs().max() == 0
+            else:
+                with pytest.raises(UsageError, match="on ranks that see them"):
+                    model(inputs)
+        assert torch.equal(model(inputs), expected)
+
+
+@on_ranks(2)
+def test_no_training_and_no_second_summoning_within(comm):
     model = wrap(comm)
     inputs = make_batches("gpt", 1, 2)[0][0]
     with summon_full_params(model):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What users do between, in and around steps: right, or an error that names it."""
 
+import importlib
+
 import pytest
 import torch
 from support.beside import DOORS, grads_of, params_of, shard
@@ -377,6 +379,27 @@ def test_hooks_from_before_sharding_get_the_sharded_gradient(comm, door):
     model.zero_grad()
     model(X).sum().backward()
     torch.testing.assert_close(grads_of(model)["0.weight"] * 2, plain[0].weight.grad)
+
+
+@pytest.mark.parametrize(
+    ("door", "before"), [*((door, False) for door in DOORS), ("wrapper", True)]
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # as it is imported
+@on_ranks(2)
+def test_torchs_optimizers_in_backward_step_with_the_sharded_gradient(comm, door, before):
+    module = importlib.import_module("torch.distributed.optim")
+    model, plain = seeded(net), seeded(net)
+    if not before:
+        model = shard(model, comm, door, LAYERS)
+    for each in (model, plain):
+        module._apply_optimizer_in_backward(torch.optim.SGD, each.parameters(), {"lr": 0.1})
+    if before:
+        model = shard(model, comm, door, LAYERS, use_orig_params=True)
+    for step in range(3):
+        squared(model, step)
+        squared(plain, step)
+        assert all(param.grad is None for param in model.parameters())
+        torch.testing.assert_close(params_of(model), params_of(plain))
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -315,8 +315,9 @@ def load_checkpoint(
     Collective. Returns `Loaded` with ``.state``, in the structure, shapes, dtypes and shardings of
     ``state``, whose leaves may be `jax.ShapeDtypeStruct`s with a sharding; it is not changed. Each
     process reads and verifies what its devices hold, whatever has saved it; nothing is made before
-    all of it is right. Without ``strict`` leaves that are not stored stay as they are, and numbers
-    may change their kind or overflow. With ``fallback`` the step before a damaged one is taken,
+    all of it is right. Without ``strict`` leaves that are not stored stay as they are, stored ones
+    that a part of the state (as ``params``) lacks are left, and numbers may change their kind or
+    overflow. With ``fallback`` the step before a damaged one is taken,
     with a warning. With ``if_any`` the result is None if there is no step yet.
 
     Raises:
@@ -354,11 +355,24 @@ class _StateDelivery:
                 self._made[number] = leaf.value
                 lacking += [] if leaf.stored.optional else [leaf.stored.name]
         self._missing = tuple(sorted(lacking))
-        if strict and lacking:
-            raise CheckpointError(
-                f"it lacks {', '.join(self._missing[:5])} ({len(lacking)} in all)",
-                tensor=self._missing[0],
-            )
+        self._unexpected = self._left_over()
+        for verb, left in (("lacks", self._missing), ("also has", self._unexpected)):
+            if strict and left:
+                raise CheckpointError(
+                    f"it {verb} {', '.join(left[:5])} ({len(left)} in all)", tensor=left[0]
+                )
+
+    def _left_over(self) -> tuple[str, ...]:
+        """Stored names that no leaf reads, of the parts of the tree that have leaves here."""
+
+        def part(name: str) -> str:
+            return name.partition("." if name.startswith("state/") else "/")[0]
+
+        read = [each.stored for each in self._leaves]
+        known = {name for each in read for name in (each.name, *each.also, *each.aliases)}
+        parts = {part(name) for name in known}
+        stored = self._checkpoint.manifest.tensors
+        return tuple(name for name in stored if name not in known and part(name) in parts)
 
     def _reads(self, number: int, leaf: Leaf, strict: bool) -> list[Want]:
         name, stored = leaf.stored.name, self._checkpoint.stored(leaf.stored.name)
@@ -405,6 +419,7 @@ class _StateDelivery:
             checkpoint.folder,
             checkpoint.manifest.world,
             self._missing,
+            self._unexpected,
             newer=newer,
             converted=tuple(self._converted),
             state=jax.tree.unflatten(self._tree, made),

@@ -47,7 +47,8 @@ class StepOptions(TypedDict, total=False):
       decide what travels, with "jit" these do nothing and XLA decides.
     - ``remat``: what backward finds of a layer that is gathered, unless its call says so; see
       `gathered`.
-    - ``accumulate``: micro-batches in a step; the loss is the mean of theirs.
+    - ``accumulate``: micro-batches in a step; the loss is the mean of theirs. Each takes equally
+      many examples from every device, which matters to losses that compare examples.
     - ``precision``: dtype of full parameters, as "bfloat16" or ``jnp.bfloat16`` (where
       `gathered` is called gradients are summed in float32), or a
       `fullshard.core.strategy.Precision` for both.

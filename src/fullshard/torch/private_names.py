@@ -116,7 +116,7 @@ OPTIONAL = _found_in(
     # we set and torch reads, and the ranks of an earlier generation of sharded tensors.
     torch.distributed.fsdp._fully_shard._fsdp_state: FSDPState._fsdp_param_group
     torch.distributed.fsdp._fully_shard._fsdp_state: FSDPState._fsdp_param_groups
-    torch.nn: Parameter._is_param Parameter._fsdp_flattened
+    torch.nn: Parameter._is_param Parameter._fsdp_flattened Parameter._in_backward_optimizers
     torch.distributed._shard.sharded_tensor.api: ShardedTensor._process_group
     # In builds for CUDA alone; without it streams are compared as objects.
     torch: _C._cuda_getCurrentRawStream

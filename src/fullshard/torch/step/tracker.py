@@ -145,11 +145,6 @@ class Tracker:
     def forward_begins(self, managed: ManagedUnit) -> None:
         """A unit's forward is about to run: gather it."""
         unit, step, executor = managed.unit, managed.step, self.executor
-        if managed.summoned:
-            raise UsageError(
-                f"unit {unit.name!r} cannot run forward within summon_full_params, which "
-                "shows its parameters to you; leave the context first"
-            )
         if torch._C._functorch.peek_interpreter_stack() is not None:
             refuse_transform(unit.name)
         if self.unchecked and not self._running:

@@ -306,7 +306,12 @@ class Gradients:
 
 
 def _has_hooks(param: ShardedParameter) -> bool:
-    return bool(param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None))
+    later = getattr(param, "_post_accumulate_grad_hooks", None) or _IN_BACKWARD in param.__dict__
+    return bool(param._backward_hooks or later)
+
+
+_IN_BACKWARD = "_in_backward_optimizers"
+"""The attribute in which torch.distributed.optim._apply_optimizer_in_backward leaves optimizers."""
 
 
 def _accumulate(param: ShardedParameter, local: Tensor, *, keeps_dtype: bool) -> None:
@@ -333,3 +338,7 @@ def _accumulate(param: ShardedParameter, local: Tensor, *, keeps_dtype: bool) ->
     if hooks:
         for hook in hooks.values():
             hook(param)
+    if _IN_BACKWARD in param.__dict__:
+        for optimizer in param.__dict__[_IN_BACKWARD]:
+            optimizer.step()
+        param.grad = None

@@ -139,4 +139,4 @@ def _value(value: object) -> str:
     if isinstance(value, dict):
         inside = ", ".join(f"{name} = {_value(each)}" for name, each in value.items())
         return f"{{ {inside} }}"
-    return json.dumps(value)  # numbers, texts, truths and lists of them are written alike
+    return json.dumps(value, ensure_ascii=False)  # texts, numbers, truths, lists: as in JSON

@@ -46,7 +46,8 @@ class Compared:
     def covered(self) -> bool:
         """True if the measured time lies in the 90% interval."""
         measured_s = self.predicted.step_s * self.predicted.tokens_per_s / self.row.tokens
-        return self.predicted.low_s <= measured_s <= self.predicted.high_s
+        interval = self.predicted.interval
+        return interval.low_s <= measured_s <= interval.high_s
 
     @property
     def memory_covered(self) -> bool:

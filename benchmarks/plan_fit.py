@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fits the planner's constants to published measurements, and says how well they hold.
 
-    python benchmarks/plan_fit.py CSV [CSV ...] [--write]
+    python benchmarks/plan_fit.py CSV [CSV ...] [--unseen CSV ...] [--write]
 
 One set of constants for all models and devices, near what physics lets expect: each constant has a
 prior, which weighs as much as one row whose prediction is off by one prior deviation. Then each
 source, device, size of model and length of sequences is left out of a fit in turn and predicted by
-the others. The intervals' spread is that of the fitted rows; what they grow by with the distance
-from fitted rows is the least with which 85% of each left-out group are inside. With --write
+the others. The intervals' spread is that of the fitted rows; what another program than theirs adds
+is the least with which 85% of the unseen rows are inside, each source weighing as much as another.
+No constant is fitted to those. With --write
 the constants, the digest of the rows and the outcome replace
 src/fullshard/plan/cluster/constants.toml.
 """
@@ -28,14 +29,14 @@ from scipy.optimize import least_squares
 
 from fullshard.plan.cluster.cluster import Constants
 from fullshard.plan.memory import forecast_memory
-from fullshard.plan.step.clock import replay
+from fullshard.plan.step.clock import Step, replay
 from fullshard.plan.step.interval import (
     Features,
+    Unknown,
+    by_distance,
+    ends,
     extrapolated,
     features_of,
-    half_width,
-    later,
-    uncertain,
     unknowns,
 )
 from fullshard.plan.step.script import Script, write_script
@@ -43,8 +44,7 @@ from fullshard.plan.step.script import Script, write_script
 TARGET = Path(__file__).parents[1] / "src/fullshard/plan/cluster/constants.toml"
 NOISE = 0.05  # of the logarithm of a measured speed; beyond twice that a row counts less
 COVERAGE = 0.92  # of the fitted rows
-LEFT_OUT_COVERAGE = 0.85  # of a group that was left out, if it has at least
-LEAST_ROWS = 5
+UNSEEN_COVERAGE = 0.85  # of sources that no constant is fitted to
 
 # What to expect before looking at the rows: mean, deviation, least, most.
 PRIORS: dict[str, tuple[float, float, float, float]] = {
@@ -79,33 +79,40 @@ class Scripted:
         features = features_of(script, row.run, row.cluster, row.model.context)
         return cls(row, script, share, features)
 
+    def log_error(self, constants: Constants) -> float:
+        """The logarithm of predicted over measured speed by ``constants``."""
+        return self._compare(self._step(constants))
+
     def error(self, constants: Constants) -> "Error":
-        """Compare the prediction by ``constants`` with what was measured."""
-        row = self.row
-        timeline = replay(self.script, row.run, row.cluster, constants)
-        tokens = row.run.micro_batch * row.run.sequence * row.run.accumulate
-        speed = tokens / timeline.step_s / row.run.tensor_parallel
-        found = unknowns(timeline, row.run, row.cluster, self.memory_share)
-        return Error(math.log(speed / row.tokens), half_width(0.0, found), later(found))
+        """Compare the prediction by ``constants`` with what was measured, and with its interval."""
+        step = self._step(constants)
+        return Error(self._compare(step), unknowns(step, self.memory_share))
+
+    def _step(self, constants: Constants) -> Step:
+        script, run, cluster = self.script, self.row.run, self.row.cluster
+        return Step(script, run, cluster, constants, replay(script, run, cluster, constants))
+
+    def _compare(self, step: Step) -> float:
+        run = self.row.run
+        tokens = run.micro_batch * run.sequence * run.accumulate
+        return math.log(tokens / step.step_s / run.tensor_parallel / self.row.tokens)
 
 
 class Error(NamedTuple):
     """The logarithm of predicted over measured speed, beside what an interval knows.
 
-    ``known`` is its part of unknowns, ``later`` the share of a step that these only ever add,
-    ``far`` the distance from the rows of the fit.
+    ``far`` is the distance from the rows of the fit.
     """
 
     log: float
-    known: float
-    later: float
+    unknown: Sequence[Unknown] = ()
     far: float = 0.0
 
-    def inside(self, spread: float, away: float) -> bool:
+    def inside(self, spread: float, program: float) -> bool:
         """True if the measured time lies in the interval."""
-        share = uncertain(away, self.far)
-        width = math.sqrt(spread**2 + self.known**2 + (1.645 * share) ** 2)
-        return -width <= self.log <= math.log(math.exp(width) + self.later)
+        end = by_distance(self.far, program)
+        sooner, later = ends(spread, [*self.unknown, Unknown("program", end, end)])
+        return -sooner <= self.log <= later
 
 
 def tamed(errors: np.ndarray) -> np.ndarray:
@@ -115,7 +122,7 @@ def tamed(errors: np.ndarray) -> np.ndarray:
 
 def loss(rows: Sequence[Scripted], constants: Constants) -> float:
     """What a fit makes small: half the squares of rows' errors and of distances from priors."""
-    errors = tamed(np.array([each.error(constants).log for each in rows]) / NOISE)
+    errors = tamed(np.array([each.log_error(constants) for each in rows]) / NOISE)
     away = [
         (getattr(constants, name) - mean) / deviation
         for name, (mean, deviation, _, _) in PRIORS.items()
@@ -132,7 +139,7 @@ def fit(rows: Sequence[Scripted], near: Constants | None = None) -> Constants:
 
     def residuals(at: np.ndarray) -> np.ndarray:
         constants = Constants(*(mean + at * deviation))
-        errors = np.array([each.error(constants).log for each in rows]) / NOISE
+        errors = np.array([each.log_error(constants) for each in rows]) / NOISE
         return np.concatenate([tamed(errors), at])
 
     bounds = (least - mean) / deviation, (most - mean) / deviation
@@ -151,12 +158,12 @@ def fit(rows: Sequence[Scripted], near: Constants | None = None) -> Constants:
 
 
 def _size(each: Scripted) -> str:
-    billions = 2**each.features.parameters / 1e9
+    billions = 2 ** each.features.sizes[0] / 1e9
     return next((f"under {limit}B" for limit in (2, 5, 10, 20, 40) if billions < limit), "larger")
 
 
 def _length(each: Scripted) -> str:
-    tokens = round(2**each.features.sequence)
+    tokens = round(2 ** each.features.sizes[1])
     limits = (1024, 2048, 4096, 8192, 32_768)
     return next((f"up to {limit}" for limit in limits if tokens <= limit), "longer")
 
@@ -169,53 +176,54 @@ GROUPS: dict[str, Callable[[Scripted], str]] = {
 }
 
 
-def leave_out(
+def left_out(
     rows: Sequence[Scripted], group: Callable[[Scripted], str], near: Constants
-) -> list[tuple[str, Error]]:
-    """Errors of all rows beside their group, each by a fit to the rows of other groups."""
-    errors: dict[int, tuple[str, Error]] = {}
+) -> dict[str, list[float]]:
+    """Errors of each group's rows by a fit to the rows of other groups."""
+    found = {}
     for name in sorted({group(each) for each in rows}):
-        others = [each for each in rows if group(each) != name]
-        constants = fit(others, near)
-        fitted = [each.features for each in others]
-        for number, each in enumerate(rows):
-            if group(each) == name:
-                far, _ = extrapolated(each.features, fitted)
-                errors[number] = name, each.error(constants)._replace(far=far)
-        print(f"left out {name}: {mape([e for n, e in errors.values() if n == name]):.1%}")
-    return [errors[number] for number in range(len(rows))]
+        constants = fit([each for each in rows if group(each) != name], near)
+        found[name] = [each.log_error(constants) for each in rows if group(each) == name]
+        print(f"left out {name}: {mape(found[name]):.1%}")
+    return found
 
 
-def mape(errors: Sequence[Error]) -> float:
-    """The mean of the absolute errors of speed."""
-    return statistics.fmean(abs(math.expm1(each.log)) for each in errors)
+def mape(errors: Sequence[float]) -> float:
+    """The mean of the absolute errors of speed, which are given as logarithms."""
+    return statistics.fmean(abs(math.expm1(each)) for each in errors)
 
 
 def spread_of(errors: Sequence[Error]) -> float:
     """The least spread with which intervals cover `COVERAGE` of the fitted rows."""
     tried = (number / 1000 for number in range(1, 1000))
-    inside = (each for each in tried if _share_inside(errors, each, 0.0) >= COVERAGE)
-    return next(inside)
+    return next(each for each in tried if _share_inside(errors, each, 0.0) >= COVERAGE)
 
 
-def away_of(left_out: Sequence[Sequence[tuple[str, Error]]], spread: float) -> float:
-    """The least uncertainty of a distance of 1 with which left-out groups are inside."""
-    groups = [
-        [error for name, error in errors if name == wanted]
-        for errors in left_out
-        for wanted in sorted({name for name, _ in errors})
-    ]
-    large = [each for each in groups if len(each) >= LEAST_ROWS]
-    tried = (number / 1000 for number in range(500))
-    return next(
-        away
-        for away in tried
-        if all(_share_inside(each, spread, away) >= LEFT_OUT_COVERAGE for each in large)
-    )
+def program_of(sources: Sequence[Sequence[Error]], spread: float) -> float:
+    """The least that another program adds to an end with which `UNSEEN_COVERAGE` are inside."""
+    tried = (number / 100 for number in range(100))
+    return next((each for each in tried if covered(sources, spread, each) >= UNSEEN_COVERAGE), 1.0)
 
 
-def _share_inside(errors: Sequence[Error], spread: float, away: float) -> float:
-    return sum(each.inside(spread, away) for each in errors) / len(errors)
+def covered(sources: Sequence[Sequence[Error]], spread: float, program: float) -> float:
+    """The share of rows inside, each source weighing as much as another."""
+    return statistics.fmean(_share_inside(each, spread, program) for each in sources)
+
+
+def by_source(
+    unseen: Sequence[Scripted], fitted: Sequence[Features], constants: Constants
+) -> list[list[Error]]:
+    """The errors of rows to which no constant is fitted."""
+    sources: dict[str, list[Error]] = {}
+    for each in unseen:
+        far, _ = extrapolated(each.features, fitted)
+        found = each.error(constants)._replace(far=far)
+        sources.setdefault(each.row.group, []).append(found)
+    return list(sources.values())
+
+
+def _share_inside(errors: Sequence[Error], spread: float, program: float) -> float:
+    return sum(each.inside(spread, program) for each in errors) / len(errors)
 
 
 def digest(paths: Sequence[Path]) -> dict[str, str]:
@@ -226,73 +234,80 @@ def digest(paths: Sequence[Path]) -> dict[str, str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("files", nargs="+", type=Path, metavar="CSV")
+    parser.add_argument("--unseen", nargs="*", type=Path, default=[], metavar="CSV")
     parser.add_argument("--write", action="store_true", help="replace the package's constants")
     given = parser.parse_args()
-    rows = [Scripted.of(row) for path in given.files for row in read_rows(path)]
+    rows, unseen = (
+        [Scripted.of(row) for path in paths for row in read_rows(path)]
+        for paths in (given.files, given.unseen)
+    )
     constants = fit(rows)
-    fitted = [each.error(constants) for each in rows]
-    left = {name: leave_out(rows, group, constants) for name, group in GROUPS.items()}
-    spread = spread_of(fitted)
-    away = away_of(list(left.values()), spread)
-    lines = [f"fit: {mape(fitted):.1%} off, {_share_inside(fitted, spread, away):.0%} inside"]
-    for name, errors in left.items():
-        for group in sorted({each for each, _ in errors}):
-            those = [error for each, error in errors if each == group]
-            lines.append(
-                f"{name} left out, {group}: {len(those)} rows, {mape(those):.1%} off, "
-                f"{_share_inside(those, spread, away):.0%} inside"
-            )
+    errors = [each.log_error(constants) for each in rows]
+    lines = [f"fit: {mape(errors):.1%} off"]
+    for name, group in GROUPS.items():
+        for left, found in left_out(rows, group, constants).items():
+            lines.append(f"{name} left out, {left}: {len(found)} rows, {mape(found):.1%} off")
     seen = sorted({_rounded(each.features) for each in rows})
-    text = written(constants, (spread, away, seen), digest(given.files), len(rows), lines)
+    text = written(constants, interval_of(rows, unseen, constants), seen)
+    text += outcome(lines, len(rows), given.files, given.unseen)
     print(text)
     if given.write:
         TARGET.write_text(text, encoding="utf-8")
     return 0
 
 
+def interval_of(
+    rows: Sequence[Scripted], unseen: Sequence[Scripted], constants: Constants
+) -> dict[str, float]:
+    """The spread of the fitted rows, and what another program than theirs adds."""
+    seen = sorted({_rounded(each.features) for each in rows})
+    spread = spread_of([each.error(constants) for each in rows])
+    return {"spread": spread, "program": program_of(by_source(unseen, seen, constants), spread)}
+
+
 def _rounded(features: Features) -> Features:
     """To quarters of a doubling: rows that are near are one."""
-    sizes = (round(4 * size) / 4 for size in features[1:4])
-    return Features(features.device, *sizes, *features[4:])
+    return features._replace(sizes=tuple(round(4 * size) / 4 for size in features.sizes))
 
 
-def written(
-    constants: Constants,
-    interval: tuple[float, float, Sequence[Features]],
-    files: dict[str, str],
-    rows: int,
-    lines: Sequence[str],
-) -> str:
-    """The file of constants, with what they were fitted to and how well they hold."""
+def written(constants: Constants, interval: dict[str, float], seen: Sequence[Features]) -> str:
+    """The file of constants."""
     runs: dict[str, list[list[float]]] = {}
-    for each in interval[2]:
-        runs.setdefault(each.kind, []).append(list(each[1:4]))
+    for each in seen:
+        runs.setdefault(each.kind, []).append(list(each.sizes))
+    return "\n".join(
+        [
+            "# SPDX-License-Identifier: Apache-2.0",
+            "# Constants of the time model, one set for all devices, as benchmarks/plan_fit.py",
+            "# printed them. fullshard.plan.cluster.cluster.Constants says what they mean.",
+            "",
+            "[constants]",
+            *(f"{name} = {value:.6g}" for name, value in asdict(constants).items()),
+            "",
+            "[interval]",
+            *(f"{name} = {value:.4f}" for name, value in interval.items()),
+            "",
+            "[interval.runs]  # parameters, sequence, tokens of a micro-batch as powers of 2",
+            *(line for kind, sizes in runs.items() for line in _listed(kind, sizes)),
+            "",
+        ]
+    )
+
+
+def outcome(lines: Sequence[str], rows: int, files: Sequence[Path], unseen: Sequence[Path]) -> str:
+    """The part of the file that says what the constants were fitted to and how well they hold."""
     text = [
-        "# SPDX-License-Identifier: Apache-2.0",
-        "# Constants of the time model, one set for all devices, as benchmarks/plan_fit.py printed",
-        "# them for the files below. fullshard.plan.cluster.cluster.Constants says what they mean.",
-        "",
-        "[constants]",
-        *(f"{name} = {value:.6g}" for name, value in asdict(constants).items()),
-        "",
-        "[interval]",
-        f"spread = {interval[0]:.4f}",
-        f"away = {interval[1]:.4f}",
-        "",
-        "[interval.runs]  # parameters, sequence, tokens of a micro-batch as powers of 2, by kind",
-        *(line for kind, sizes in runs.items() for line in _listed(kind, sizes)),
         "",
         "[fit]",
         f"rows = {rows}",
         "outcome = [",
         *(f'    "{line}",' for line in lines),
         "]",
-        "",
-        "[fit.sha256]",
-        *(f'"{name}" = "{value}"' for name, value in files.items()),
-        "",
     ]
-    return "\n".join(text)
+    for name, paths in (("sha256", files), ("unseen_sha256", unseen)):
+        text += ["", f"[fit.{name}]"]
+        text += [f'"{each}" = "{value}"' for each, value in digest(paths).items()]
+    return "\n".join([*text, ""])
 
 
 def _listed(kind: str, sizes: list[list[float]]) -> list[str]:

@@ -35,7 +35,11 @@ GIGABIT = 1e9 / 8
 MIXED = Precision(compute="bfloat16", reduce="float32")
 PURE = Precision(compute="bfloat16", reduce="bfloat16")
 # One device without an engine is like ours: nothing is gathered, copied or cast.
-_ENGINES = {"FSDP1": Engine.FSDP1, "fullshard": Engine.FULLSHARD, "plain": Engine.FULLSHARD}
+_ENGINES = {
+    r"fsdp ?1": Engine.FSDP1,
+    r"fullshard|plain": Engine.FULLSHARD,
+    r"deepspeed|zero|megatron|colossal": Engine.OTHER,
+}
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,7 @@ def _published(path: Path, record: dict[str, str]) -> Row:
         sync_each=re.search(r"\bno[_ -]sync\b", told) is None,
         optimizer_kernels=_optimizer_kernels(told),
         tf32=record["precision"].startswith("tf32"),
-        engine=_ENGINES.get(record["system"], Engine.FSDP2),
+        engine=_engine(record["system"]),
         offload=Offload(params=True, optimizer=True) if "; offload" in told else Offload(),
         optimizer="sgd" if "sgd optimizer" in told else "adamw",
         overhead_s=0.0 if "bare loop" in told or "trainer loop" in told else None,
@@ -190,6 +194,12 @@ def _precision(text: str) -> dict[str, object]:
         reduce = "float32" if re.search(r"reduce in (fp|float)32", text) else half
     told["precision"] = Precision(compute=None if whole else half, reduce=reduce)
     return told
+
+
+def _engine(system: str) -> Engine:
+    """FSDP2 unless its name is another's."""
+    named = (each for name, each in _ENGINES.items() if re.match(name, system.lower()))
+    return next(named, Engine.FSDP2)
 
 
 def _count(record: dict[str, str], name: str) -> int:

@@ -125,7 +125,6 @@ def test_questions_change_one_setting():
         ("lora", "8"),
         ("compiled", "true"),
         ("loss", "chunked"),
-        ("reshard-root", "true"),
         ("accumulate", "3"),
         ("device", "h200"),
         ("per-host", "4"),

@@ -7,6 +7,7 @@ import pytest
 from support.expert_workers import EXPERTS, WIDTH
 from support.planned_engine import DEVICE, LINK
 from support.planned_experts import rows_sent, units_and_ops
+from support.planned_trace import planned_trace
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.strategy import Precision, ShardingStrategy
@@ -23,7 +24,6 @@ from fullshard.plan import (
     predict,
 )
 from fullshard.plan.cluster.devices import fitted_constants
-from fullshard.plan.memory import planned_trace
 from fullshard.plan.model.decoder import Decoder
 from fullshard.plan.model.named import named_model
 from fullshard.plan.model.operations import Kind
@@ -166,7 +166,7 @@ def test_every_strategy_is_told(strategy, recompute):
     replicas = 2 if strategy.sharding.sharded and strategy.sharding.replicated else 1
     run = Run(strategy=strategy, replicas=replicas, recompute=recompute, expert_parallel=4)
     found = predict(TINY, run, cluster_of(H100, 16))
-    assert 0 < found.low_s < found.step_s < found.high_s
+    assert 0 < found.interval.low_s < found.step_s < found.interval.high_s
     assert found.memory.peak_bytes > 0
 
 
@@ -180,9 +180,12 @@ def test_speed_is_unsure_by_how_experts_are_computed_unless_it_is_told(experts):
     unknown = told(None, expert_parallel=experts)
     grouped = told(ExpertKernel.GROUPED, expert_parallel=experts)
     assert unknown.step_s == grouped.step_s
-    assert any("--experts tells" in each.name for each in unknown.unknowns)
-    assert any("tokens are sent" in each.name for each in grouped.unknowns)
-    assert grouped.high_s / grouped.low_s < unknown.high_s / unknown.low_s
+    assert any("--experts tells" in each.name for each in unknown.interval.unknowns)
+    assert any("tokens are sent" in each.name for each in grouped.interval.unknowns)
+    assert (
+        grouped.interval.high_s / grouped.interval.low_s
+        < unknown.interval.high_s / unknown.interval.low_s
+    )
     assert told(ExpertKernel.FUSED, expert_parallel=experts).step_s < grouped.step_s
 
 

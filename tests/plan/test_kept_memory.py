@@ -202,7 +202,9 @@ def test_untold_padded_experts_are_as_uneven_as_can_be():
     assert even.memory.allocated_bytes < untold.memory.allocated_bytes
     assert untold.memory.peak == most.memory.peak
     assert untold.step_s == most.step_s > 1.5 * even.step_s
-    assert untold.high_s / untold.low_s > most.high_s / most.low_s
+    assert (
+        untold.interval.high_s / untold.interval.low_s > most.interval.high_s / most.interval.low_s
+    )
 
 
 def test_a_kept_router_loss_keeps_what_was_computed_before_it():

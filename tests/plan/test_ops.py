@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from support.models import seeded
 from support.planned_engine import DEVICE, LINK, as_among_threads
+from support.planned_trace import planned_trace
 from support.sampling import few
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -16,7 +17,7 @@ from fullshard.core.presets import Transformer
 from fullshard.core.schedule import Op
 from fullshard.core.strategy import Precision, Prefetch, ShardingStrategy
 from fullshard.plan.cluster.cluster import Cluster
-from fullshard.plan.memory import planned_trace, resting_memory
+from fullshard.plan.memory import resting_memory
 from fullshard.plan.model.decoder import Decoder
 from fullshard.plan.model.shape import shape_of
 from fullshard.plan.run import Recompute, Run, Wrap

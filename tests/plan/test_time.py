@@ -22,10 +22,11 @@ from fullshard.plan import (
     replay,
     write_script,
 )
+from fullshard.plan.choose.settings import Setup, with_setting
 from fullshard.plan.cluster.cluster import Link
 from fullshard.plan.cluster.devices import device_names, device_of_driver, fitted_constants
 from fullshard.plan.run import AttentionKernel, Engine
-from fullshard.plan.step.interval import uncertain
+from fullshard.plan.step.interval import by_distance
 from fullshard.plan.step.prices import Group, gather_s, reduce_all_s
 
 H100 = named_device("h100")
@@ -119,20 +120,22 @@ def test_intervals_hold_the_prediction_and_grow_with_what_is_unknown():
     known = predict(MODEL, told, cluster_of(H100, 8))
     assumed = predict(MODEL, told, cluster_of(named_device("b200"), 8))
     for each in (known, assumed):
-        assert each.low_s < each.step_s < each.high_s
-    assert assumed.high_s / assumed.low_s > known.high_s / known.low_s
-    assert any("assumption" in each.name for each in assumed.unknowns)
+        assert each.interval.low_s < each.step_s < each.interval.high_s
+    assert (
+        assumed.interval.high_s / assumed.interval.low_s
+        > known.interval.high_s / known.interval.low_s
+    )
+    assert any("assumption" in each.name for each in assumed.interval.unknowns)
 
 
 def test_a_short_step_may_be_bound_by_a_slow_host():
     run = Run(sequence=512, overhead_s=0.0)
     short = predict(named_model("gpt2-medium"), run, cluster_of(H100, 8))
-    slow = next(each for each in short.unknowns if "if that is slow" in each.name)
-    assert slow.later
-    assert short.high_s - short.step_s > slow.share * short.step_s > 0
-    assert short.step_s / short.low_s < short.high_s / short.step_s
+    slow = next(each for each in short.interval.unknowns if "if that is slow" in each.name)
+    assert math.log(short.interval.high_s / short.step_s) > slow.later > 0
+    assert short.step_s / short.interval.low_s < short.interval.high_s / short.step_s
     long = predict(MODEL, Run(recompute=Recompute.FULL), cluster_of(H100, 8))
-    assert not any("if that is slow" in each.name for each in long.unknowns)
+    assert not any("if that is slow" in each.name for each in long.interval.unknowns)
 
 
 @pytest.mark.parametrize(
@@ -269,6 +272,55 @@ def test_micro_batches_that_are_not_reduced_take_less_time_and_hold_full_gradien
 
 
 def test_intervals_are_wide_only_where_home_is_really_far():
-    assert uncertain(0.19, 0.5) == pytest.approx(0.095)
-    assert uncertain(0.19, 1.0) == uncertain(0.19, 2.0) == 0.16
-    assert uncertain(0.19, 3.0) == pytest.approx(0.35)
+    assert by_distance(0.2, 0.26) == pytest.approx(0.1)
+    assert by_distance(1.0, 0.26) == by_distance(1.5, 0.26) == 0.26
+    assert by_distance(2.0, 0.26) == pytest.approx(0.51)
+
+
+def test_links_that_are_not_told_widen_intervals_as_far_as_they_are_waited_for():
+    run = Run(sequence=2048, engine=Engine.FSDP2)
+    device = named_device("a100-80")
+    untold, told = (
+        predict(MODEL, run, cluster_of(device, 32, between_bandwidth=bandwidth))
+        for bandwidth in (None, device.between.bandwidth)
+    )
+    assert untold.step_s == told.step_s
+    slow = predict(
+        MODEL, run, cluster_of(device, 32, between_bandwidth=device.between.bandwidth / 4)
+    )
+    link = next(each for each in untold.interval.unknowns if "--between tells" in each.name)
+    assert link.later == pytest.approx(math.log(slow.step_s / told.step_s))
+    assert untold.interval.high_s > told.interval.high_s
+    assert untold.interval.low_s < told.interval.low_s
+    assert not any("--between tells" in each.name for each in told.interval.unknowns)
+    asked = with_setting(Setup(run, untold.cluster), "devices", "64").cluster
+    assert "between" in asked.untold
+    assert "between" not in with_setting(Setup(run, asked), "between", "100").cluster.untold
+
+
+def test_a_step_may_take_as_much_less_as_its_loop_is_told_to_take():
+    model, run = named_model("gpt2-124m"), Run(micro_batch=12, sequence=1024, compiled=True)
+    short = predict(model, run, cluster_of(H100, 1))
+    assert short.interval.low_s < short.step_s - short.parts["step overhead"]
+    loop = next(each for each in short.interval.unknowns if "--overhead tells" in each.name)
+    assert loop.sooner == pytest.approx(-math.log1p(-short.parts["step overhead"] / short.step_s))
+    bare = predict(model, replace(run, overhead_s=0.0), cluster_of(H100, 1))
+    assert not any("--overhead" in each.name for each in bare.interval.unknowns)
+
+
+def test_another_engine_is_told_as_fsdp2_and_is_less_sure():
+    run = Run(sequence=512, engine=Engine.FSDP2)
+    known, other = (
+        predict(MODEL, replace(run, engine=engine), cluster_of(named_device("a100-80"), 8))
+        for engine in (Engine.FSDP2, Engine.OTHER)
+    )
+    assert other.step_s == pytest.approx(known.step_s, rel=0.01)
+    assert other.interval.high_s > 1.3 * known.interval.high_s
+    assert any("another engine" in each.name for each in other.interval.unknowns)
+
+
+def test_what_software_reaches_on_amd_is_unsure_towards_slower():
+    run = Run(recompute=Recompute.FULL, overhead_s=0.0)
+    found = predict(MODEL, run, cluster_of(named_device("mi300x"), 8)).interval
+    software = next(each for each in found.unknowns if "software" in each.name)
+    assert software.later > 0.5 > software.sooner

@@ -48,7 +48,7 @@ def test_speeds_of_57_ways_to_train(measured):
     outside = [
         row.label
         for row, ran, found in measured
-        if not found.low_s <= ran["step_s"] <= found.high_s
+        if not found.interval.low_s <= ran["step_s"] <= found.interval.high_s
     ]
     assert len(outside) <= 0.15 * len(measured), outside
 
@@ -142,13 +142,13 @@ def test_what_is_not_told_of_a_loop_is_later_only():
         replace(run, optimizer_kernels=OptimizerKernels.FUSED, attention=AttentionKernel.CUDNN),
         cluster_of(H100, 64),
     )
-    later = {each.name.split(":")[0] for each in untold.unknowns if each.later}
+    later = {each.name.split(":")[0] for each in untold.interval.unknowns if each.later}
     assert {
         "an optimizer that loops over parameters",
-        "a mask beside attention, as of padding",
+        "another kernel of attention, or a mask beside it",
     } <= later
     assert told.step_s == untold.step_s
-    assert told.high_s < untold.high_s
+    assert told.interval.high_s < untold.interval.high_s
 
 
 def test_float32_is_no_tf32_unless_it_is_told():

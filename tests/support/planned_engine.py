@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 
 import torch
 from support.models import CASES, loss_of, make, make_batches
+from support.planned_trace import planned_trace
 from support.random_models import WIDTH, build
 from torch import nn
 
 from fullshard.core.strategy import Offload, Precision, Prefetch, ShardingStrategy
 from fullshard.plan.cluster.cluster import Cluster, Device, Link
 from fullshard.plan.measured import MeasuredModel
-from fullshard.plan.memory import planned_trace, resting_memory
+from fullshard.plan.memory import resting_memory
 from fullshard.plan.run import Run
 from fullshard.plan.step.script import write_script
 from fullshard.testing import LocalWorld

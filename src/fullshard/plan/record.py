@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A finished run's record: corrects a device by what it and its loop reached."""
 
+import json
 import math
 import tomllib
 from dataclasses import asdict, dataclass, replace
@@ -76,10 +77,10 @@ def corrected(record: Record) -> Device:
     """
     device = record.cluster.device
     before = device.constants or fitted_constants()
-    found = predict(record.model, record.run, record.cluster, before)
+    found = predict(record.model, record.run, record.cluster)
     _refuse_impossible(record, found)
     faster = record.tokens_per_s / found.tokens_per_s
-    uncertain = math.log(found.step_s / found.low_s)
+    uncertain = math.log(found.interval.high_s / found.step_s)
     shared = 1 - (fitted_spread() / uncertain) ** 2 / 2
     faster **= shared / 2 if found.almost_full else shared
     links = ("inside_share", "between_share") if found.communication_s else ()
@@ -138,11 +139,4 @@ def _value(value: object) -> str:
     if isinstance(value, dict):
         inside = ", ".join(f"{name} = {_value(each)}" for name, each in value.items())
         return f"{{ {inside} }}"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return f'"{escaped}"'
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(_value(each) for each in value)}]"
-    return repr(value)
+    return json.dumps(value, ensure_ascii=False)  # texts, numbers, truths, lists: as in JSON

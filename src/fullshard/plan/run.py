@@ -97,6 +97,7 @@ class Engine(Enum):
     FULLSHARD = "fullshard"
     FSDP1 = "fsdp1"  # PyTorch's first: keeps gradients of the inputs of frozen units, too
     FSDP2 = "fsdp2"  # PyTorch's: copies out of what it gathers, and into what it reduces
+    OTHER = "other"  # DeepSpeed, Megatron and others, told as FSDP2 with a wider interval
 
 
 OPTIMIZERS: dict[str, int] = {"adamw": 2, "adam": 2, "lion": 1, "momentum": 1, "sgd": 0}
@@ -142,7 +143,6 @@ class Run:
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD
     replicas: int = 1
     wrap: Wrap = Wrap.BLOCK
-    reshard_root: bool = False
     param_dtype: str = "float32"
     precision: Precision = field(
         default_factory=lambda: Precision(compute="bfloat16", reduce="float32")

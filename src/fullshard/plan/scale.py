@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.strategy import ShardingStrategy
-from fullshard.plan.cluster.cluster import Cluster, Constants
+from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.model.operations import Model
 from fullshard.plan.predict import Prediction, predict
 from fullshard.plan.run import Run
@@ -212,7 +212,6 @@ def scaling_curve(
     devices: Sequence[int] = CLUSTER_SIZES,
     faults: Faults | None = None,
     hours: float = 24.0,
-    constants: Constants | None = None,
 ) -> tuple[ScalePoint, ...]:
     """Simulate ``run`` on clusters of ``devices`` like ``cluster``, each with its own micro-batch.
 
@@ -221,7 +220,7 @@ def scaling_curve(
     """
     points: list[ScalePoint] = []
     for count in devices:
-        prediction = predict(model, run, _sized(cluster, count), constants)
+        prediction = predict(model, run, _sized(cluster, count))
         work = _long_run(prediction)
         runs = [simulate(work, faults, hours=hours, seed=seed) for seed in _SEEDS]
         low, middle, high = sorted(runs, key=lambda each: each.goodput)
@@ -269,7 +268,6 @@ def where_hybrid_wins(
     cluster: Cluster,
     *,
     devices: Sequence[int] = CLUSTER_SIZES,
-    constants: Constants | None = None,
 ) -> Crossover:
     """Compare FULL_SHARD with HYBRID_SHARD over whole hosts, on more and more devices.
 
@@ -278,7 +276,7 @@ def where_hybrid_wins(
     """
     full = replace(run, strategy=ShardingStrategy.FULL_SHARD, replicas=1)
     group = cluster.per_host
-    while not predict(model, full, _sized(cluster, group), constants).fits:
+    while not predict(model, full, _sized(cluster, group)).fits:
         group *= 2
         if group >= max(devices):
             raise ConfigurationError(
@@ -293,8 +291,8 @@ def where_hybrid_wins(
                 hybrid = replace(
                     run, strategy=ShardingStrategy.HYBRID_SHARD, replicas=count // group
                 )
-                full_s = predict(model, full, sized, constants).step_s
-                yield count, full_s, predict(model, hybrid, sized, constants).step_s
+                full_s = predict(model, full, sized).step_s
+                yield count, full_s, predict(model, hybrid, sized).step_s
 
     steps = tuple(compared())
     wins = (count for count, full_s, hybrid_s in steps if hybrid_s < full_s)

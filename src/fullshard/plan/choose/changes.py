@@ -7,9 +7,9 @@ from itertools import combinations
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.strategy import Offload, Prefetch, ShardingStrategy
-from fullshard.plan.choose.search import USABLE
+from fullshard.plan.choose.search import usable_bytes
 from fullshard.plan.choose.settings import KEYS, Setup, choose_one, with_setting
-from fullshard.plan.cluster.cluster import Cluster, Constants
+from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.model.operations import Model
 from fullshard.plan.predict import Prediction, predict
 from fullshard.plan.run import Loss, Recompute, Run, Wrap
@@ -28,20 +28,13 @@ class Change:
 
 
 def smallest_change(
-    model: Model,
-    run: Run,
-    cluster: Cluster,
-    *,
-    budget_bytes: int | None = None,
-    constants: Constants | None = None,
+    model: Model, run: Run, cluster: Cluster, *, budget_bytes: int | None = None
 ) -> Change | None:
     """The fewest changes with which ``run`` fits, of as many those that cost the least speed.
 
     Samples of a step stay the same. None if not even three changes are enough.
     """
-    budget = budget_bytes
-    if budget is None:
-        budget = int(cluster.device.memory_bytes * USABLE)
+    budget = usable_bytes(cluster) if budget_bytes is None else budget_bytes
     single = list(_changes(run))
     for count in range(1, _MOST + 1):
         fitting: list[Change] = []
@@ -50,7 +43,7 @@ def smallest_change(
             if changed is None:
                 continue
             try:
-                prediction = predict(model, changed, cluster, constants)
+                prediction = predict(model, changed, cluster)
             except ConfigurationError:
                 continue
             if prediction.memory.peak_bytes <= budget:
@@ -121,23 +114,14 @@ def parse_question(text: str) -> tuple[str, tuple[str, ...]]:
     return choose_one("setting", key.strip(), KEYS), found
 
 
-def what_if(
-    model: Model,
-    setup: Setup,
-    key: str,
-    values: Sequence[str],
-    *,
-    constants: Constants | None = None,
-) -> tuple[Answer, ...]:
+def what_if(model: Model, setup: Setup, key: str, values: Sequence[str]) -> tuple[Answer, ...]:
     """Predict ``setup`` with ``key`` at each of ``values``, everything else as it is."""
-    return tuple(_answer(model, setup, key, value, constants) for value in values)
+    return tuple(_answer(model, setup, key, value) for value in values)
 
 
-def _answer(
-    model: Model, setup: Setup, key: str, value: str, constants: Constants | None
-) -> Answer:
+def _answer(model: Model, setup: Setup, key: str, value: str) -> Answer:
     try:
         changed = with_setting(setup, key, value)
-        return Answer(value, predict(model, changed.run, changed.cluster, constants))
+        return Answer(value, predict(model, changed.run, changed.cluster))
     except ConfigurationError as error:
         return Answer(value, None, str(error))

@@ -10,7 +10,7 @@ from fullshard.core.strategy import Prefetch
 from fullshard.core.text import bytes_text
 from fullshard.plan.choose.settings import describe
 from fullshard.plan.choose.space import SearchSpace
-from fullshard.plan.cluster.cluster import Cluster, Constants
+from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.cluster.devices import fitted_spread
 from fullshard.plan.memory import resting_memory
 from fullshard.plan.model.operations import Model
@@ -19,13 +19,11 @@ from fullshard.plan.run import Loss, Run, Wrap
 from fullshard.plan.step.script import Script, Walked, write_script
 from fullshard.plan.step.units import PlannedUnit, units_of
 
-__all__ = ["USABLE", "Choice", "Rejected", "least_memory", "pareto", "search", "told_speed"]
-
-USABLE = 0.95
-"""The share of a device's memory that a choice may fill: fragments have the rest."""
+__all__ = ["Choice", "Rejected", "least_memory", "pareto", "search", "told_speed", "usable_bytes"]
 
 _REFINED = 4  # of the best, how many are tried with other units and prefetch
 _STEP = 0.01
+_USABLE = 0.95  # of a device's memory: fragments have the rest
 _UNIT_KEY = ("strategy", "replicas", "wrap", "offload")
 
 
@@ -58,27 +56,20 @@ class Choice:
 
 
 def search(
-    model: Model,
-    space: SearchSpace,
-    cluster: Cluster,
-    *,
-    budget_bytes: int | None = None,
-    constants: Constants | None = None,
+    model: Model, space: SearchSpace, cluster: Cluster, *, budget_bytes: int | None = None
 ) -> Choice:
     """Try the configurations of ``space`` and rank those that fit.
 
     Micro-batches grow until one does not fit; state goes to the host only if nothing fits without;
-    the best are tried with other units and prefetch. ``budget_bytes`` is by default `USABLE` of the
-    device's memory. Raises `ConfigurationError` if nothing fits, with the least memory that any
+    the best are tried with other units and prefetch. ``budget_bytes`` is by default that of
+    `usable_bytes`. Raises `ConfigurationError` if nothing fits, with the least memory that any
     candidate needs.
     """
     space.check(cluster)
-    budget = budget_bytes
-    if budget is None:
-        budget = int(cluster.device.memory_bytes * USABLE)
+    budget = usable_bytes(cluster) if budget_bytes is None else budget_bytes
     if budget <= 0:
         raise ConfigurationError(f"a memory budget must be above 0 bytes, got {budget}")
-    trial = _Trial(model, cluster, budget, constants)
+    trial = _Trial(model, cluster, budget)
     for structure in space.structures(cluster):
         trial.first_that_fits(space, structure)
     if not trial.fitting:
@@ -89,6 +80,11 @@ def search(
             trial.grow([run])
     ranked = tuple(sorted(trial.fitting.values(), key=_speed))
     return Choice(model, cluster, budget, ranked, tuple(trial.rejected), trial.tried)
+
+
+def usable_bytes(cluster: Cluster) -> int:
+    """Return the bytes of a device that a choice may fill."""
+    return int(cluster.device.memory_bytes * _USABLE)
 
 
 def _speed(prediction: Prediction) -> tuple[float, int, int]:
@@ -120,8 +116,8 @@ def least_memory(ranked: Sequence[Prediction]) -> Prediction:
 class _Trial:
     """Predictions so far; units are made once for runs that differ only in their batch."""
 
-    def __init__(self, model: Model, cluster: Cluster, budget: int, constants: Constants | None):
-        self.model, self.cluster, self.budget, self.constants = model, cluster, budget, constants
+    def __init__(self, model: Model, cluster: Cluster, budget: int):
+        self.model, self.cluster, self.budget = model, cluster, budget
         self.fitting: dict[Run, Prediction] = {}
         self.rejected: list[Rejected] = []
         self.least: Prediction | None = None
@@ -168,7 +164,7 @@ class _Trial:
         self.tried += 1
         try:
             script = self._script_of(run)
-            prediction = predict(self.model, run, self.cluster, self.constants, script=script)
+            prediction = predict(self.model, run, self.cluster, script=script)
         except ConfigurationError as error:
             self.rejected.append(Rejected(run, str(error)))
             return False

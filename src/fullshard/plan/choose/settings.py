@@ -148,7 +148,6 @@ RUN_KEYS: Mapping[str, Callable[[Run, str], Run]] = {
     "strategy": _strategy,
     "replicas": _field("replicas", _whole),
     "wrap": _field("wrap", _member(Wrap)),
-    "reshard-root": _field("reshard-root", _flag),
     "precision": _precision,
     "reduce": _reduce,
     "recompute": _field("recompute", _member(Recompute)),
@@ -214,6 +213,7 @@ def _with_cluster(cluster: Cluster, key: str, value: str) -> Cluster:
         "inside_bandwidth": cluster.inside.bandwidth,
         "between_bandwidth": cluster.between.bandwidth,
     }
+    told |= {f"{link}_bandwidth": None for link in cluster.untold}
     name, read, unit = _OF_CLUSTER[key]
     return cluster_of(device, **{**told, name: read(key, value) * unit})
 

@@ -62,7 +62,8 @@ class Device:
     bytes/s at which a CPU's system hands out memory; None: buffers are kept between steps.
     ``slack`` is the share of what tensors hold at the peak that torch's allocator reserves besides:
     with it torchtitan's 13 rows of benchmarks/data are told 4% too high on average and at most 4%
-    too low, since a run that does not fit costs more than one that is not tried.
+    too low, since a run that does not fit costs more than one that is not tried. A link between
+    hosts of which nobody tells may have ``slow_between`` of the usual bandwidth.
     """
 
     key: str
@@ -88,6 +89,7 @@ class Device:
     fresh: float | None = None
     driver: str = ""
     slack: float = 0.08
+    slow_between: float = 0.5
 
     def attention_flops(self, kernel: str, dtype: str, length: int) -> float:
         """FLOP/s of the attention ``kernel`` over forward and backward at ``length`` tokens."""
@@ -116,6 +118,7 @@ class Cluster:
     """``devices`` equal devices, ``per_host`` of them in each host.
 
     ``inside`` joins devices of one host, ``between`` those of different hosts: one device's share.
+    Those of the two that nobody has told, and which are the device's usual ones, are ``untold``.
     """
 
     device: Device
@@ -123,6 +126,7 @@ class Cluster:
     per_host: int
     inside: Link
     between: Link
+    untold: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("devices", "per_host"):

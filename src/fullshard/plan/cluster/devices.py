@@ -119,13 +119,17 @@ def cluster_of(
     """``devices`` of ``device``, joined by its usual links unless others are given in bytes/s."""
     per_host = device.per_host if per_host is None else per_host
     inside, between = device.inside, device.between
+    told = {"inside": inside_bandwidth, "between": between_bandwidth}
+    untold = tuple(name for name, bandwidth in told.items() if bandwidth is None)
     if inside_bandwidth is not None:
         inside = Link(_positive("inside", inside_bandwidth), inside.latency_s)
     if between_bandwidth is not None:
         between = Link(_positive("between", between_bandwidth), between.latency_s)
     if isinstance(devices, int) and 0 < devices < per_host:
         per_host = devices
-    return Cluster(device, devices, per_host, inside, between)
+    if device.constants is not None:  # it was calibrated
+        untold = ()
+    return Cluster(device, devices, per_host, inside, between, untold)
 
 
 def _positive(name: str, value: float) -> float:
@@ -144,9 +148,12 @@ def fitted_constants() -> Constants:
 
 @cache
 def fitted_runs() -> tuple[float, Mapping[str, Sequence[Sequence[float]]]]:
-    """The uncertainty that a distance of 1 from fitted runs adds, and the runs' sizes by kind."""
+    """Read what a program that is not fitted adds to an interval, and the sizes of runs by kind.
+
+    The first is the logarithm of an end.
+    """
     table = tomllib.loads(_text("constants.toml"))["interval"]
-    return float(table["away"]), table["runs"]
+    return float(table["program"]), table["runs"]
 
 
 @cache

@@ -115,7 +115,7 @@ _HELP = {
     "compiled": "true or false",
     "loss": "plain, kept, freed, native, compiled, fused, fused-float32, chunked",
     "attention": "flash2, flash3, flash4, cudnn, masked, efficient, eager, math",
-    "engine": "fullshard, or PyTorch's: fsdp1, fsdp2",
+    "engine": "fullshard, PyTorch's fsdp1 and fsdp2, or other: DeepSpeed, Megatron",
     "overhead": "milliseconds that the loop adds to a step: data, logging",
     "tensor-parallel": "devices that share each layer",
     "cut-embedding": "true or false: they share the table of tokens, too",

@@ -33,14 +33,17 @@ def prediction_data(prediction: Prediction, tokens: float = 0.0) -> dict[str, An
             "fits": prediction.fits,
         },
         "step_s": prediction.step_s,
-        "step_interval_s": [prediction.low_s, prediction.high_s],
+        "step_interval_s": [prediction.interval.low_s, prediction.interval.high_s],
         "parts_s": dict(prediction.parts),
         "communication_s": prediction.communication_s,
         "tokens_per_s_per_device": prediction.tokens_per_s,
         "tokens_per_s_told": told_speed(prediction),
         "tokens_per_s": prediction.cluster_tokens_per_s,
         "mfu": prediction.mfu,
-        "unknowns": {each.name: each.share for each in prediction.unknowns},
+        "unknowns": {
+            each.name: {"later": each.later, "sooner": each.sooner}
+            for each in prediction.interval.unknowns
+        },
     }
     if tokens:
         data["run"] = {

@@ -9,10 +9,9 @@ from rich.console import Console
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.plan.choose.changes import smallest_change, what_if
-from fullshard.plan.choose.search import USABLE, search
+from fullshard.plan.choose.search import search, usable_bytes
 from fullshard.plan.choose.settings import Setup, describe
 from fullshard.plan.choose.space import with_batch
-from fullshard.plan.cluster.devices import fitted_constants
 from fullshard.plan.command.arguments import Asked, parse
 from fullshard.plan.command.data import answers_data, choice_data, train_settings
 from fullshard.plan.command.scale import scale_data, scaled, show_scale
@@ -22,8 +21,6 @@ from fullshard.plan.memory import memory_timeline
 from fullshard.plan.pictures import draw_memory, draw_scaling, draw_streams, write_picture
 from fullshard.plan.predict import Prediction, predict
 from fullshard.plan.scale import ScalePoint
-from fullshard.plan.step.clock import Timeline, replay
-from fullshard.plan.step.script import Script, write_script
 
 __all__ = ["main"]
 
@@ -67,7 +64,7 @@ def _say_what_was_given(asked: Asked, console: Console) -> None:
     space.check(cluster)
     run = with_batch(space.base, space.base.micro_batch, space.global_batch, cluster)
     prediction = predict(asked.model, run, cluster)
-    budget = asked.budget_bytes or int(cluster.device.memory_bytes * USABLE)
+    budget = asked.budget_bytes or usable_bytes(cluster)
     if prediction.memory.peak_bytes <= budget:
         return
     change = smallest_change(asked.model, run, cluster, budget_bytes=budget)
@@ -81,32 +78,24 @@ def _say_what_was_given(asked: Asked, console: Console) -> None:
 
 def _show_step(console: Console, best: Prediction) -> None:
     """Print memory and streams over a step."""
-    script, timeline = _drawn_step(best)
-    samples = memory_timeline(script, best.run, best.cluster)
+    samples = memory_timeline(best.step.script, best.run, best.cluster)
     print_memory(console, samples, capacity_bytes=best.cluster.device.memory_bytes)
-    print_streams(console, timeline.records, _unit_names(script))
+    print_streams(console, best.step.records(), _unit_names(best))
 
 
-def _drawn_step(best: Prediction) -> tuple[Script, Timeline]:
-    script = write_script(best.model, best.run, best.cluster)
-    constants = best.cluster.device.constants or fitted_constants()
-    return script, replay(script, best.run, best.cluster, constants, record=True)
-
-
-def _unit_names(script: Script) -> list[str]:
-    return [unit.path or "(root)" for unit in script.units]
+def _unit_names(best: Prediction) -> list[str]:
+    return [unit.path or "(root)" for unit in best.step.script.units]
 
 
 def _draw(best: Prediction, points: Sequence[ScalePoint], folder: Path) -> None:
     """Write the pictures into ``folder``, as SVG and as PNG."""
-    script, timeline = _drawn_step(best)
     title = f"{best.model.name}: {describe(best.run)}"
-    samples = memory_timeline(script, best.run, best.cluster)
+    samples = memory_timeline(best.step.script, best.run, best.cluster)
     capacity = best.cluster.device.memory_bytes
-    names = _unit_names(script)
+    names, records = _unit_names(best), best.step.records()
     figures = {
         "memory": draw_memory(samples, title, capacity_bytes=capacity),
-        "streams": draw_streams(timeline.records, names, title, step_s=timeline.step_s),
+        "streams": draw_streams(records, names, title, step_s=best.step_s),
     }
     if points:
         figures["scaling"] = draw_scaling(points, title)

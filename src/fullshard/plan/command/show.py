@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command's findings, for people: tables and bars as wide as the terminal."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -18,6 +19,7 @@ from fullshard.plan.choose.settings import describe, offload_name, strategy_name
 from fullshard.plan.command.recipe import code_of
 from fullshard.plan.predict import Prediction
 from fullshard.plan.run import Loss, Run
+from fullshard.plan.step.interval import Unknown
 
 __all__ = ["show_answers", "show_change", "show_choice"]
 
@@ -117,6 +119,7 @@ def _distinct(ranked: Sequence[Prediction]) -> list[Prediction]:
 
 def _details(best: Prediction, tokens: float) -> RenderableType:
     memory, device = best.memory, best.cluster.device
+    interval = f"{seconds_text(best.interval.low_s)} to {seconds_text(best.interval.high_s)}"
     peak = f"{bytes_text(memory.peak_bytes)} of {bytes_text(device.memory_bytes)}"
     found: list[RenderableType] = [
         Text(describe(best.run), style="bold"),
@@ -125,14 +128,14 @@ def _details(best: Prediction, tokens: float) -> RenderableType:
         _bars(dict(memory.peak), memory.peak_bytes, bytes_text),
         *_on_the_host(best),
         Text(
-            f"step {seconds_text(best.step_s)} (90%: {seconds_text(best.low_s)} to "
-            f"{seconds_text(best.high_s)}); all devices {_count(best.cluster_tokens_per_s)} "
+            f"step {seconds_text(best.step_s)} (90%: {interval}); "
+            f"all devices {_count(best.cluster_tokens_per_s)} "
             f"tokens/s, {_count(best.tokens_per_step)} tokens a step; {best.watts:,.0f} W a device"
         ),
         _bars(best.parts, best.step_s, seconds_text),
     ]
-    for each in best.unknowns:
-        found.append(Text(f"widens the interval: {each.name} ({each.share:.1%})", style="dim"))
+    for each in best.interval.unknowns:
+        found.append(Text(f"widens the interval: {each.name} ({_ends(each)})", style="dim"))
     if tokens:
         days = tokens / best.cluster_tokens_per_s / 86_400
         found.append(
@@ -246,7 +249,7 @@ def _short_strategy(run: Run) -> str:
 
 def _interval(prediction: Prediction) -> str:
     """Such as ``1.05-1.24 s``: one unit for both ends."""
-    low, high = prediction.low_s, prediction.high_s
+    low, high = prediction.interval.low_s, prediction.interval.high_s
     if high >= 100:
         return f"{low:,.0f}-{high:,.0f} s"
     if high >= 10:
@@ -259,3 +262,9 @@ def _count(value: float) -> str:
         if value >= size:
             return f"{value / size:.3g} {unit}"
     return f"{value:.3g}"
+
+
+def _ends(unknown: Unknown) -> str:
+    """Such as ``-9%, +12%``: by how much a step may take less and more."""
+    ends = ((-math.expm1(-unknown.sooner), "-"), (math.expm1(unknown.later), "+"))
+    return ", ".join(f"{sign}{share:.0%}" for share, sign in ends if share >= 0.005)

@@ -7,7 +7,6 @@ from fullshard.plan.memory.forecast import (
     Sample,
     forecast_memory,
     memory_timeline,
-    planned_trace,
 )
 from fullshard.plan.memory.resting import RestingMemory, resting_memory
 
@@ -18,6 +17,5 @@ __all__ = [
     "Sample",
     "forecast_memory",
     "memory_timeline",
-    "planned_trace",
     "resting_memory",
 ]

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from fullshard.core.forecast import HeldUnits
-from fullshard.core.schedule import OF_PARAMETERS, Op, OpKind
-from fullshard.core.trace import Trace, TraceRecord
+from fullshard.core.schedule import Op, OpKind
 from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.memory.activations import Activations
 from fullshard.plan.memory.fsdp2 import HeldByFSDP2
@@ -30,9 +29,9 @@ __all__ = [
     "MemoryForecast",
     "Sample",
     "forecast_memory",
+    "held_units",
     "label_of",
     "memory_timeline",
-    "planned_trace",
 ]
 
 CATEGORIES = (
@@ -144,36 +143,7 @@ def memory_timeline(script: Script, run: Run, cluster: Cluster) -> tuple[Sample,
     )
 
 
-def planned_trace(script: Script, run: Run, cluster: Cluster) -> Trace:
-    """The ops of ``script`` as the engine's own trace has them, in the same bytes.
-
-    Times are 0 here. A micro-batch after others, if there are several, as in `forecast_memory`.
-    """
-    activations = Activations(script, run)
-    held = _held(script, run, cluster, activations)
-    trace = Trace()
-
-    def note(op: str, number: int) -> None:
-        unit = script.units[number]
-        layout = unit.layout
-        size = layout.full_bytes if op in OF_PARAMETERS else layout.grad_full_bytes
-        record = TraceRecord(op, unit.path or "(root)", 0.0, size, held.buffers + held.leaving)
-        trace.records.append(record)
-
-    for line in script.lines:
-        if isinstance(line, Op):
-            held.carry_out(line)
-            note(line.kind.value, line.unit)
-            continue
-        for number, index in activations.given(line):
-            before = held.buffers
-            held.take(number, index)
-            if held.buffers != before:
-                note("fill", number)
-    return trace
-
-
-def _held(
+def held_units(
     script: Script, run: Run, cluster: Cluster, activations: Activations, *, pooled: bool = True
 ) -> HeldUnits:
     """Return what units hold as the step, or a later micro-batch, begins."""
@@ -211,7 +181,7 @@ class _Replay:
         self._run = run
         self.resting = resting_memory(script.units, run, cpu=cluster.device.cpu)
         self._activations = Activations(script, run)
-        self._held = _held(script, run, cluster, self._activations, pooled=pooled)
+        self._held = held_units(script, run, cluster, self._activations, pooled=pooled)
         state = self.resting
         shards = 0 if state.on_host else state.parameters_bytes
         self._parameters = script.buffers_bytes + state.working_bytes + shards

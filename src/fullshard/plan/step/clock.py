@@ -10,6 +10,7 @@ for.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from fullshard.core.layout import Layout
 from fullshard.core.schedule import Op, OpKind
@@ -21,24 +22,40 @@ from fullshard.plan.step.prices import Group, gather_s, operation_s, reduce_all_
 from fullshard.plan.step.script import Act, Pass, Script, offloaded_bytes
 from fullshard.plan.step.units import PlannedUnit
 
-__all__ = ["Busy", "Timeline", "replay"]
+__all__ = ["Busy", "Step", "Timeline", "replay"]
 
-_ENGINE_COPIES = {Engine.FULLSHARD: 0, Engine.FSDP1: 4, Engine.FSDP2: 4}
-# Reads and writes of full parameters; those of FSDP1 are fitted with those of FSDP2.
 _SYSTEM_BYTES = 2**25  # from here on the C library gives memory back when it is released
 _WAIT_KERNELS = 4  # launched before the device, for which the host has waited, is busy again
-# What a gather, or a reduce, of a unit takes the host: a third of what a unit and step took it in
-# benchmarks/host_time.py, beyond the plain model, with small layers.
-_UNIT_CALL_S = {Engine.FULLSHARD: 100e-6, Engine.FSDP1: 310e-6, Engine.FSDP2: 260e-6}
+
+
+class _EngineCosts(NamedTuple):
+    """The costs of an engine.
+
+    ``copies`` are reads and writes of full parameters; those of FSDP1 are fitted with those of
+    FSDP2. ``call_s`` is what a gather, or a reduce, of a unit takes the host: a third of what a
+    unit and step took it in benchmarks/host_time.py, beyond the plain model, with small layers.
+    ``loop_s`` is AdamW's for each parameter where it goes through them one by one: 91 us on the
+    host of an H100, 8.3 times that for FSDP2's DTensors, 1.1 for ours (measured on a CPU).
+    """
+
+    copies: int
+    call_s: float
+    loop_s: float
+
+
+_COSTS = {
+    Engine.FULLSHARD: _EngineCosts(0, 100e-6, 100e-6),
+    Engine.FSDP1: _EngineCosts(4, 310e-6, 91e-6),
+    Engine.FSDP2: _EngineCosts(4, 260e-6, 755e-6),
+    Engine.OTHER: _EngineCosts(4, 260e-6, 91e-6),
+}
+# By a kernel for each of its operations AdamW moves three times the bytes of a fused one. On a host
+# with 16 cores a fused one moves 160 GB/s.
+_SINGLE_KERNELS = 2.9
+_HOST_BANDWIDTH = 160e9
 # FSDP1 asks for frozen and trained parameters apart, so that PEFT makes a unit of each adapter: two
 # for each of a block's queries, keys, values and outputs. A call of a unit costs the host a
 # millisecond (pytorch/pytorch issue 173680), and `limit_all_gathers` keeps it two units ahead.
-# AdamW by a kernel for each of its operations moves three times the bytes of a fused one. In a loop
-# over parameters it takes the host of an H100 91 us for each; 8.3 times that for FSDP2's DTensors,
-# 1.1 for ours (measured on a CPU). On a host with 16 cores a fused one moves 160 GB/s.
-_SINGLE_KERNELS = 2.9
-_LOOP_S = {Engine.FULLSHARD: 100e-6, Engine.FSDP1: 91e-6, Engine.FSDP2: 755e-6}
-_HOST_BANDWIDTH = 160e9
 _ADAPTER_UNITS = 8
 _ADAPTER_CALL_S = 1e-3
 
@@ -81,6 +98,34 @@ class Timeline:
     attention_s: float = 0.0
     launched_s: float = 0.0
     loop_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step of ``run`` on ``cluster``, its ``timeline``, and what that was replayed from."""
+
+    script: Script
+    run: Run
+    cluster: Cluster
+    constants: Constants
+    timeline: Timeline
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the step."""
+        return self.timeline.step_s
+
+    def share(self, part: str) -> float:
+        """The share of the step that ``part`` of its timeline takes."""
+        return self.timeline.parts[part] / self.step_s
+
+    def on(self, cluster: Cluster) -> float:
+        """Seconds of the same step on another cluster."""
+        return replay(self.script, self.run, cluster, self.constants).step_s
+
+    def records(self) -> list[Busy]:
+        """Work on each stream, for drawing."""
+        return replay(self.script, self.run, self.cluster, self.constants, record=True).records
 
 
 def replay(
@@ -191,7 +236,7 @@ class _Streams:
         self.host += self.constants.kernel_s
         unit = self.script.units[op.unit]
         if op.kind in (OpKind.AWAIT_GATHER, OpKind.REDUCE) and unit.layout.shards > 1:
-            self.host += _UNIT_CALL_S[self.run.engine]
+            self.host += _COSTS[self.run.engine].call_s
         if op.kind is OpKind.REDUCE:
             self._copy(unit)
         self._take_memory(op.kind, unit.layout)
@@ -217,7 +262,7 @@ class _Streams:
         numel = sum(each.full_numel for each in layout.segments if each.trainable)
         item = item_bytes(self.run.compute_dtype)
         copied = layout.grad_moved_bytes + layout.grad_copied_bytes
-        copies = _ENGINE_COPIES[self.run.engine] if layout.shards > 1 else 0
+        copies = _COSTS[self.run.engine].copies if layout.shards > 1 else 0
         moved = numel * item * copies + copied
         self.compute += moved / memory
         self.busy += moved / memory
@@ -384,7 +429,7 @@ def _optimizer_s(
         update *= _SINGLE_KERNELS
     launched = 0.0
     if kernels is OptimizerKernels.LOOP:
-        launched = _LOOP_S[run.engine] * sum(
+        launched = _COSTS[run.engine].loop_s * sum(
             segment.trainable for unit in script.units for segment, _ in unit.layout
         )
     memory = cluster.device.bandwidth * constants.memory_share

@@ -1,181 +1,225 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The width of an interval around a predicted time, and the names of what widens it."""
+"""The 90% interval around a predicted step, and the names of what widens it."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
-from fullshard.plan.cluster.cluster import Cluster, Device
-from fullshard.plan.run import AttentionKernel, ExpertKernel, Run
-from fullshard.plan.step.clock import Timeline
+from fullshard.plan.cluster.cluster import Cluster, Link
+from fullshard.plan.cluster.devices import fitted_runs, fitted_spread
+from fullshard.plan.run import AttentionKernel, Engine, ExpertKernel, Run
+from fullshard.plan.step.clock import Step
 from fullshard.plan.step.prices import masked_longer
 from fullshard.plan.step.script import Script
 
 __all__ = [
     "ALMOST_FULL",
     "Features",
+    "Interval",
     "Unknown",
+    "by_distance",
     "distance",
+    "ends",
     "extrapolated",
     "features_of",
-    "half_width",
-    "later",
-    "uncertain",
+    "other_program",
     "unknowns",
 ]
 
 ALMOST_FULL = 0.93
 """Share of a device's memory: beyond, torch's allocator begins to return and retry."""
-_SEEN_DEVICES = 512  # the largest cluster among the rows of the fit
-_ASSUMED = 0.08  # of time, for each field of a device that nobody has measured
-_HOST = 0.2  # of a step: from here on it is bound by the host
+# What a device may reach less than is assumed of it, as a share of the time that it computes. Of
+# AMD's, the software that runs on them: in public releases training took up to twice as long as
+# products alone let expect (SemiAnalysis, MI300X vs H100 vs H200, 2024).
+_ASSUMED = {
+    "software": ("what its software lets training reach", 1.0),
+    "sustained": ("what matrix products reach", 0.14),
+    "attention": ("what attention reaches", 0.14),
+    "bandwidth": ("the bandwidth of its memory", 0.14),
+    "flops": ("the peak", 0.14),
+}
 _LOOP_S = 0.1  # of a loop's own in a step: data, logging, norms that are waited for
 # The fitted host, 16 cores of a virtual machine of 2026, takes 18 us for each kernel that runs, 31
 # for each that is counted; others may take twice that.
 _SLOW_HOST = 2.0
-# Of a step, where tokens go to experts, of which no fitted row has any: if it is told how these
-# are computed, and if it is not.
-_EXPERTS = (0.08, 0.16)
-_UNEVEN = 0.2  # of a step: the fullest of 8 to 64 experts gets 0.6 to 1 before training
-_LINK = 0.25  # of exposed communication: links are shared, and routes differ
+# Engines beside FSDP call Python for each module, each time that it is needed, and not for each
+# unit: seconds of the host for each block and micro-batch, at most.
+_OTHER_ENGINE_S = 12e-3
+# Of an end, where tokens go to experts, of which no fitted row has any: if it is told how these are
+# computed, and if it is not.
+_EXPERTS = (0.13, 0.26)
+_UNEVEN = 0.33  # of an end: the fullest of 8 to 64 experts gets 0.6 to 1 before training
+_SLOW_INSIDE = 0.5  # of what is assumed of links inside a host
+_FAST_LINK = 2.0
 
 
 @dataclass(frozen=True)
 class Unknown:
-    """Something that a prediction cannot know; ``share`` of the step's time is uncertain by it.
+    """Something that a prediction cannot know.
 
-    What makes a step ``later`` only is at most that share.
+    By it alone a step may take ``later`` longer and ``sooner`` less, as logarithms of its time, in
+    nine of ten cases.
     """
 
     name: str
-    share: float
-    later: bool = False
+    later: float
+    sooner: float = 0.0
 
 
-def unknowns(
-    timeline: Timeline,
-    run: Run,
-    cluster: Cluster,
-    memory_share: float = 0.0,
-    *,
-    away: tuple[float, str] = (0.0, ""),
-    experts: bool = False,
-) -> tuple[Unknown, ...]:
-    """List what the prediction of ``timeline`` rests on unmeasured, the largest first.
+@dataclass(frozen=True)
+class Interval:
+    """The ends of a 90% interval, and what is unknown, the largest first."""
 
-    ``away`` is the share of time that the distance from the fitted runs makes uncertain, and what
-    makes that distance in words. ``experts`` is true if tokens go to experts.
+    low_s: float
+    high_s: float
+    unknowns: tuple[Unknown, ...]
+
+    @classmethod
+    def around(cls, step_s: float, found: Sequence[Unknown]) -> "Interval":
+        """Join the spread of runs like the fitted ones and the unknowns, in quadrature."""
+        sooner, later = ends(fitted_spread(), found)
+        said = [each for each in found if max(each.later, each.sooner) > 0.02]
+        largest = sorted(said, key=lambda each: -max(each.later, each.sooner))
+        return cls(step_s * math.exp(-sooner), step_s * math.exp(later), tuple(largest))
+
+
+def ends(spread: float, found: Sequence[Unknown]) -> tuple[float, float]:
+    """By how much a step may take less and more, as logarithms of its time."""
+    sooner = math.hypot(spread, *(each.sooner for each in found))
+    return sooner, math.hypot(spread, *(each.later for each in found))
+
+
+def unknowns(step: Step, memory_share: float) -> list[Unknown]:
+    """List what the prediction of ``step`` rests on unmeasured, but for the program that runs.
+
+    ``memory_share`` is the part of the device's memory that the run fills.
     """
-    found = [*_found(timeline, run, cluster, memory_share), *(_at_experts(run) if experts else ())]
-    if away[0] > 0.01:
-        found.append(Unknown(f"unlike the nearest fitted run: {away[1] or 'sizes'}", away[0]))
-    return tuple(sorted(found, key=lambda each: -each.share))
-
-
-def _at_experts(run: Run) -> Iterator[Unknown]:
-    if run.experts is None:
-        yield Unknown("how experts are computed: --experts tells", _EXPERTS[1])
-    elif run.experts is ExpertKernel.PADDED and run.imbalance is None:
-        yield Unknown("how evenly tokens go to experts: --imbalance tells", _UNEVEN)
-    else:
-        yield Unknown("how tokens are sent to experts, and how evenly", _EXPERTS[0])
-
-
-def _found(
-    timeline: Timeline, run: Run, cluster: Cluster, memory_share: float
-) -> Iterator[Unknown]:
-    device, step = cluster.device, timeline.step_s
-    for name in device.assumed:
-        yield Unknown(f"the {name} of {device.title} is an assumption", _ASSUMED)
-    waits = timeline.parts["exposed communication"] + timeline.parts["contention"]
-    if waits / step > 0.05:
-        yield Unknown("waits for links, which others may share", _LINK * waits / step)
-    host = timeline.parts["host"] / step
-    if host > 0.02:
-        bound = "bound by the host" if host > _HOST else "the device waits for its host"
-        yield Unknown(bound, 0.3 * host)
-    yield from _later(timeline, run, cluster.device)
-    if run.attention is AttentionKernel.FLASH:
-        slower = 1 - device.attention["flash2"] / max(device.attention.values())
-        share = timeline.attention_s / step * slower / 2
-        if share > 0.02:
-            yield Unknown("another attention kernel may run: --attention tells which", share)
-    if run.fp8:
-        yield Unknown("how much of the model runs in float8", 0.08)
-    if run.tensor_parallel > 1:
-        yield Unknown("tensor parallelism beside sharding", 0.10)
+    found = [*_of_device(step), *_of_links(step), *_of_loop(step), *_of_experts(step)]
+    if step.run.fp8:
+        found.append(Unknown("how much of the model runs in float8", 0.13, 0.13))
     if memory_share > ALMOST_FULL:
-        yield Unknown("memory is almost full: the allocator may retry", 0.08)
-    if cluster.devices > _SEEN_DEVICES:
-        doublings = math.log2(cluster.devices / _SEEN_DEVICES)
-        yield Unknown(f"more than {_SEEN_DEVICES} devices", 0.02 * doublings)
+        found.append(Unknown("memory is almost full: the allocator may retry", 0.3))
+    return found
 
 
-def _later(timeline: Timeline, run: Run, device: Device) -> Iterator[Unknown]:
-    step = timeline.step_s
-    if run.overhead_s is None:
-        name = "the loop's own time: --overhead tells"
-        yield Unknown(name, _LOOP_S / step, later=True)
-    longer = (timeline.loop_s - timeline.parts["optimizer"]) / step
-    if run.optimizer_kernels is None and longer > 0.02:
-        name = "an optimizer that loops over parameters: --optimizer-kernels tells"
-        yield Unknown(name, longer, later=True)
-    if run.attention is AttentionKernel.FLASH and not run.compiled:
-        longer = (masked_longer(device) - 1) * timeline.attention_s / step
-        if longer > 0.02:
-            name = "a mask beside attention, as of padding: --attention tells"
-            yield Unknown(name, longer, later=True)
-    beside = sum(timeline.parts[name] for name in ("optimizer", "step overhead", "stragglers"))
-    slow = (_SLOW_HOST * timeline.launched_s + beside) / step - 1
-    if slow > 0:
-        yield Unknown("bound by the host, if that is slow", slow, later=True)
+def other_program(step: Step, context: int) -> Unknown:
+    """Tell how unsure it is that the run's program is like the fitted ones.
 
-
-def half_width(spread: float, found: tuple[Unknown, ...]) -> float:
-    """The logarithm of a 90% interval's half-width: ``spread`` and the unknowns, in quadrature.
-
-    ``spread`` is that of predictions for runs like the fitted ones; the share of an unknown
-    counts as one standard deviation.
+    ``context`` is the length of its samples if the run does not say so.
     """
-    shares = (1.645 * each.share for each in found if not each.later)
-    return math.sqrt(spread**2 + sum(each**2 for each in shares))
+    cluster, (program, kinds) = step.cluster, fitted_runs()
+    mine = features_of(step.script, step.run, cluster, context)
+    runs = [Features.of(kind, sizes) for kind, told in kinds.items() for sizes in told]
+    if cluster.device.constants is not None:  # a calibrated device is like theirs
+        runs = [each._replace(device=mine.device) for each in runs]
+    far, words = extrapolated(mine, runs)
+    end = by_distance(far, program)
+    name = "another program than those of fitted runs"
+    return Unknown(f"{name}; from the nearest it differs by {words}" if words else name, end, end)
 
 
-def later(found: tuple[Unknown, ...]) -> float:
-    """The share of a step that it may take more because of what is only ever later."""
-    return sum(each.share for each in found if each.later)
+def by_distance(far: float, program: float) -> float:
+    """Return what a distance of ``far`` from fitted runs adds to an end, as a logarithm.
+
+    From a little distance on it is another program, as those of other sources are, which differ by
+    ``program``; from a large one on the rest of it is new, too.
+    """
+    return min(_AWAY * far, program) + _AWAY * max(0.0, far - _REALLY_FAR)
 
 
-_FARTHEST = 0.16  # as a share of time: with the rest less than a factor of two in all
-_REALLY_FAR = 2.0  # distance: from here on it is more, without an end
+def _of_device(step: Step) -> Iterator[Unknown]:
+    device, computes = step.cluster.device, step.share("compute")
+    for words, most in (_ASSUMED[name] for name in device.assumed if name in _ASSUMED):
+        later = math.log1p(most * computes)
+        yield Unknown(f"{words} on {device.title} is an assumption", later, min(later, 0.13))
+    if step.run.attention is AttentionKernel.FLASH:
+        slower = device.attention[device.sdpa] / device.attention["flash2"]
+        if not step.run.compiled:
+            slower = masked_longer(device)
+        longer = (slower - 1) * step.timeline.attention_s / step.step_s
+        name = "another kernel of attention, or a mask beside it: --attention tells"
+        yield Unknown(name, math.log1p(longer))
 
-_KINDS = ("float8", "lora", "compiled")
+
+def _of_links(step: Step) -> Iterator[Unknown]:
+    """Tell what links would change that nobody has told: of several hosts those between them."""
+    cluster = step.cluster
+    name, slow = "between", cluster.device.slow_between
+    if cluster.hosts == 1:
+        name, slow = "inside", _SLOW_INSIDE if "inside" in cluster.device.assumed else 1.0
+    if name in cluster.untold and slow < 1 and step.timeline.communication_s:
+        later, sooner = _with_link(step, name, slow), _with_link(step, name, _FAST_LINK)
+        yield Unknown(f"links {name} hosts: --{name} tells", later, -sooner)
+
+
+def _with_link(step: Step, name: str, share: float) -> float:
+    """The logarithm of how much longer a step takes if a link has a ``share`` of its bandwidth."""
+    link: Link = getattr(step.cluster, name)
+    other: dict[str, Any] = {name: replace(link, bandwidth=share * link.bandwidth)}
+    return math.log(step.on(replace(step.cluster, **other)) / step.step_s)
+
+
+def _of_loop(step: Step) -> Iterator[Unknown]:
+    """The host: a loop's own time, an optimizer that loops, another engine, a slow machine."""
+    run, step_s, timeline = step.run, step.step_s, step.timeline
+    if run.overhead_s is None:
+        name, own = "the loop's own time: --overhead tells", step.share("step overhead")
+        yield Unknown(name, math.log1p(_LOOP_S / step_s), -math.log1p(-own))
+    if run.optimizer_kernels is None:
+        name = "an optimizer that loops over parameters: --optimizer-kernels tells"
+        longer = (timeline.loop_s - timeline.parts["optimizer"]) / step_s
+        yield Unknown(name, math.log1p(max(0.0, longer)))
+    if run.engine is Engine.OTHER:
+        blocks = run.accumulate * (len(step.script.units) - 1)
+        name = "another engine than FSDP, of which nothing is modelled"
+        yield Unknown(name, math.log1p(blocks * _OTHER_ENGINE_S / step_s), 0.2)
+    host = step.share("host")
+    beside = sum(step.share(name) for name in ("optimizer", "step overhead", "stragglers"))
+    slow = math.log(max(1.0, _SLOW_HOST * timeline.launched_s / step_s + beside))
+    yield Unknown("bound by the host, if that is slow", max(slow, 0.5 * host), 0.5 * host)
+
+
+def _of_experts(step: Step) -> Iterator[Unknown]:
+    run = step.run
+    grouped = (each.forward.count > 1 for call in step.script.calls for each in call.operations)
+    if run.expert_parallel == 1 and not any(grouped):
+        return
+    name, end = "how tokens are sent to experts, and how evenly", _EXPERTS[0]
+    if run.experts is None:
+        name, end = "how experts are computed: --experts tells", _EXPERTS[1]
+    elif run.experts is ExpertKernel.PADDED and run.imbalance is None:
+        name, end = "how evenly tokens go to experts: --imbalance tells", _UNEVEN
+    yield Unknown(name, end, end)
+
+
+_AWAY = 0.5  # of an end, for a distance of 1
+_REALLY_FAR = 1.5  # distance: from here on it is more, without an end
+
 _STEP = 2.0  # doublings of a size that count as much as another device
 
 
 class Features(NamedTuple):
-    """The features by which runs are near: sizes as logarithms to the base 2."""
+    """The features by which runs are near.
+
+    ``sizes`` are logarithms to the base 2 of parameters, of a sample's tokens, of a micro-batch's;
+    ``also`` are words of `features_of`.
+    """
 
     device: str
-    parameters: float
-    sequence: float
-    tokens: float  # of a device's micro-batch
-    float8: bool = False
-    lora: bool = False
-    compiled: bool = False
+    sizes: tuple[float, ...]
+    also: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, kind: str, sizes: Sequence[float]) -> "Features":
-        """Read a `kind`; ``sizes`` are of parameters, sequence and tokens."""
-        device, *more = kind.split()
-        parameters, sequence, tokens = sizes
-        return cls(device, parameters, sequence, tokens, *(name in more for name in _KINDS))
+        """Read a `kind` and the sizes."""
+        device, *also = kind.split()
+        return cls(device, tuple(sizes), frozenset(also))
 
     @property
     def kind(self) -> str:
         """Device, and what it is besides, in words."""
-        return " ".join((self.device, *(name for name in _KINDS if getattr(self, name))))
+        return " ".join((self.device, *sorted(self.also)))
 
 
 def features_of(script: Script, run: Run, cluster: Cluster, context: int) -> Features:
@@ -186,45 +230,35 @@ def features_of(script: Script, run: Run, cluster: Cluster, context: int) -> Fea
         for each in unit.layout.segments
     )
     length = max(1, run.sequence or context)
-    return Features(
-        cluster.device.key,
-        math.log2(max(1, numel * run.tensor_parallel)),
-        math.log2(length),
-        math.log2(length * run.micro_batch),
-        run.fp8,
-        run.lora_rank > 0,
-        run.compiled,
-    )
+    sizes = max(1, numel * run.tensor_parallel), length, length * run.micro_batch
+    also = {
+        "float8": run.fp8,
+        "lora": run.lora_rank > 0,
+        "compiled": run.compiled,
+        "other-engine": run.engine is Engine.OTHER,
+    }
+    told = frozenset(word for word, is_so in also.items() if is_so)
+    return Features(cluster.device.key, tuple(math.log2(each) for each in sizes), told)
 
 
 def distance(one: Features, other: Features) -> float:
-    """The distance of two runs: 1 for another device, or for two doublings of a size."""
-    sizes = ((a - b) / _STEP for a, b in zip(one[1:4], other[1:4], strict=True))
-    kinds = sum(a != b for a, b in zip(one[4:], other[4:], strict=True))
-    return math.sqrt(sum(each**2 for each in sizes) + (one.device != other.device) + kinds)
+    """The distance of two runs: 1 for another device or word, or for two doublings of a size."""
+    sizes = (((a - b) / _STEP) ** 2 for a, b in zip(one.sizes, other.sizes, strict=True))
+    return math.sqrt(sum(sizes) + (one.device != other.device) + len(one.also ^ other.also))
 
 
 def extrapolated(run: Features, fitted: Sequence[Features]) -> tuple[float, str]:
     """The distance of ``run`` from the nearest of ``fitted``, and what makes it so, in words."""
-    if not fitted:
-        return 0.0, ""
     nearest = min(fitted, key=lambda each: distance(run, each))
-    said = [
+    said = [f"{run.device} ({nearest.device})"] if run.device != nearest.device else []
+    said += [
         f"{word(mine)} ({word(other)})"
-        for mine, other, word in zip(run[1:4], nearest[1:4], _WORDS, strict=True)
+        for mine, other, word in zip(run.sizes, nearest.sizes, _WORDS, strict=True)
         if abs(mine - other) >= _STEP / 2
     ]
-    if run.device != nearest.device:
-        said.insert(0, f"{run.device} ({nearest.device})")
-    for name in _KINDS:
-        if getattr(run, name) != getattr(nearest, name):
-            said.append(name if getattr(run, name) else f"not {name}")
+    others = sorted(run.also ^ nearest.also)
+    said += [each if each in run.also else f"not {each}" for each in others]
     return distance(run, nearest), ", ".join(said)
-
-
-def uncertain(away: float, far: float) -> float:
-    """The share of time that a distance of ``far`` makes uncertain, if one of 1 does ``away``."""
-    return min(away * far, _FARTHEST) + away * max(0.0, far - _REALLY_FAR)
 
 
 _WORDS: tuple[Callable[[float], str], ...] = (

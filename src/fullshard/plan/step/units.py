@@ -116,6 +116,7 @@ def units_of(
             below.setdefault(deepest_around(each, paths), []).append(each)
         paths = tuple(each for path in paths for each in (path, *below.get(path, ())))
     groups = group_parameters(model.spec(run), paths)
+    reshards = run.strategy.sharding.reshard_after_forward
     units: list[PlannedUnit] = []
     for path, around in zip(paths, around_of(paths), strict=True):
         shards, replicas = sharing if path in dealt_out else whole
@@ -129,7 +130,7 @@ def units_of(
             root=path == "",
             resident=resident,
             reduced=reduces and any(segment.trainable for segment in layout.segments),
-            reshard_after_forward=_reshards(run),
+            reshard_after_forward=None if reshards else False,  # the root's own is left out
             replicas=replicas,
             on_cpu=cluster.device.cpu,
         )
@@ -142,12 +143,6 @@ def _cut(param: ParamSpec, sharing: int) -> ParamSpec:
     """Cut stacked experts along the first dimension that slices of whole rows divide evenly."""
     even = (dim for dim, size in enumerate(param.shape) if size % sharing == 0)
     return replace(param, cut_dim=next(even, 0))
-
-
-def _reshards(run: Run) -> bool | None:
-    """The setting of all units; None leaves out the root's."""
-    reshards = run.strategy.sharding.reshard_after_forward
-    return None if reshards and not run.reshard_root else reshards
 
 
 def _shard_is_full(layout: Layout, run: Run) -> bool:

@@ -51,6 +51,8 @@ SAMPLE = (
     *("an exception in a hybrid backward", "frozen parameters"),
     *("full parameters between steps", "scaled losses", "FSDP2 bf16", "recorded"),
     *("clipped, optimizer beside forward, offloaded", "a replay after a step that was put off"),
+    *("gathers in int8 from the host, on two streams", "one layer on two streams, kept"),
+    "micro-batches on two streams in turn, reduces left under way",
 )
 AS_TWO = (
     *("bf16 hybrid", "blocks of 2", "offload"),

@@ -229,7 +229,71 @@ def _(job):
     job.train(model, loss=lambda model: model(x).square().mean())
 
 
+@program("gathers in int8 from the host, on two streams", steps=4, syncs=FETCHES)
+def _(job):
+    model, options = OnTwoStreams(4), {"offload_policy": ours.CPUOffloadPolicy()}
+    options["compression"] = ours.CommunicationCompression(gather="int8")
+    for module in (*model.layers, model):
+        ours.fully_shard(module, mesh=job.mesh, check_values=False, **options)
+    x = torch.zeros(2, 96, device="cuda")
+    job.train(model, loss=lambda model: model(x).square().mean())
+
+
+class OneLayerOnTwoStreams(nn.Module):
+    """Runs its second layer on two streams, neither of which waits for the other."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = layers(nn.ModuleList, 3, 96)
+        self.streams = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def forward(self, x):
+        first, shared, last = self.layers
+        x, current, results = first(x), torch.cuda.current_stream(), []
+        for stream in self.streams:
+            stream.wait_stream(current)
+        for stream in self.streams:
+            with torch.cuda.stream(stream):
+                results.append(shared(x))
+        for stream in self.streams:
+            current.wait_stream(stream)
+        return last(sum(results))
+
+
+@program("one layer on two streams, kept", steps=3)
+def _(job):
+    model = OneLayerOnTwoStreams()
+    for module in (*model.layers, model):
+        ours.fully_shard(module, mesh=job.mesh, check_values=False, reshard_after_forward=False)
+    x = torch.zeros(2, 96, device="cuda")
+    job.train(model, loss=lambda model: model(x).square().mean())
+
+
 # ---- gradients ----------------------------------------------------------------------------------
+
+
+@program("micro-batches on two streams in turn, reduces left under way")
+def _(job):
+    model = nn.Sequential(*layers(nn.ModuleList, 4, 96))
+    for module in (*model, model):
+        ours.fully_shard(module, mesh=job.mesh, check_values=False)
+    x, streams = torch.zeros(2, 96, device="cuda"), [torch.cuda.Stream(), torch.cuda.Stream()]
+
+    def each_step(_):
+        current = torch.cuda.current_stream()
+        for stream in streams:
+            stream.wait_stream(current)
+        for number in range(4):
+            model.set_is_last_backward(number == 3)
+            stream, other = streams if number % 2 else streams[::-1]
+            with torch.cuda.stream(stream):
+                loss = model(x).square().mean()
+                stream.wait_stream(other)  # gradients are added up in turn
+                loss.backward()
+        for stream in streams:
+            current.wait_stream(stream)
+
+    job.train(model, each_step=each_step)
 
 
 @program("hooks on parameters", syncs=FETCHES)

@@ -54,7 +54,9 @@ SAMPLE = (
     *("reduces left under way", "hybrid accumulation", "optimizer in backward"),
     *("clipping at the first door", "forwards and backwards crossed", "frozen parameters"),
     *("full parameters between steps", "scaled losses", "FSDP2 bf16"),
-    "a replay after a step that was put off",
+    *("a replay after a step that was put off", "one layer on two streams, kept"),
+    "gathers in int8 from the host, on two streams",
+    "micro-batches on two streams in turn, reduces left under way",
 )
 AS_TWO = (*FEW_AS_TWO, "offload", "optional parts, again")
 LEAST_BYTES = 1024  # what a step may leave: factors that divide gradients

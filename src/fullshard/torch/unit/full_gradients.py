@@ -110,7 +110,7 @@ class FullGradients:
 
     def _join(self, lenders: Lenders) -> None:
         """Put the current stream behind those on which gradients were made."""
-        if not self._came:
+        if not self._came and not self.sent:
             lenders.forget()  # of the backward before
         lenders.join()
 

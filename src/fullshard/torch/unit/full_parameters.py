@@ -301,6 +301,8 @@ class FullParameters:
                 self._lenders.join()  # casts that no communicator follows
             if self._copies:
                 self._fetch.join()
+                if self._ranks.compression is not None:  # codes were in memory of that stream
+                    self._fetch.follow()
             if self._packed is not None and self.part is None:
                 self._packed.unpack()
             self._gathering = self.part = None
@@ -308,6 +310,11 @@ class FullParameters:
                 self._receive()
             if self._lenders is not None:
                 self._lenders.follow()  # what the gather held beside the buffer is free again
+
+    def reach(self) -> None:
+        """Put the current stream behind the gather, if it was another one that waited for it."""
+        if self._lenders is not None:
+            self._lenders.meet()
 
     def _receive(self) -> None:
         for index, place in enumerate(self._shards.places):

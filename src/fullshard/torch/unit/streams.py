@@ -86,6 +86,12 @@ class CopyStream:
             assert self._module is not None
             self._last.wait(self._module.current_stream(self._device))
 
+    def follow(self) -> None:
+        """Put what is issued next behind the compute stream, which has used memory of copies."""
+        if self._module is not None:
+            stream = _stream_for(self._device, self._direction)
+            stream.wait_stream(self._module.current_stream(self._device))
+
     def synchronize(self) -> None:
         """Hold up the host until all that was issued is done."""
         if self._last is not None:
@@ -157,6 +163,11 @@ class Lenders:
             for other, stream in self._streams.items():
                 if other != key:
                     current.wait_stream(stream)
+
+    def meet(self) -> None:
+        """`join`, unless the current stream lends and so is where others have put it."""
+        if self._key() not in self._streams:
+            self.join()
 
     def _are_several(self) -> bool:
         self.lend()

@@ -297,6 +297,8 @@ class Unit:
         if self.params and (self.state not in _FULL_STATES or self.full.outdated):
             self.gather()
             self.full.wait()
+        else:
+            self.full.reach()
         self._show(self.full.params)
 
     # What a schedule asks for gives False if it was done already, by users or by itself.

@@ -298,14 +298,14 @@ MUTANTS = {
         "blocks dropped and in changing order",
     ),
     "a replayed reduce is not known to be under way": _edit(
-        "step.executor:Executor.do", "self._reducing.append(unit)",
+        "step.executor:Executor._reduce", "self._reducing.append(unit)",
     ),
     "what was gathered before the optimizer stepped is taken": _edit(
         "unit.unit:Unit.gather", "if is_full and not full.outdated:", "if is_full:",
         "kept after backward",
     ),
     "a complex tensor that travels alone is sent as it is": _edit(
-        "comm.process_group:ProcessGroupComm._by_pairs", "tensors[0].is_complex() or ", "",
+        "comm.process_group:ProcessGroupComm._send", " or output.is_complex()", "",
         "complex parameters",
     ),
     # gathers that begin early
@@ -388,7 +388,7 @@ MUTANTS = {
         "comm.protocol:Together.wait", "work.wait()", "pass", "gathers in int8", "reduces in int8",
     ),
     "collectives on the compute stream": _edit(
-        "comm.process_group:ProcessGroupComm._by_pairs", "options.asyncOp = True",
+        "comm.process_group:_asynchronous", "options.asyncOp = True",
         "options.asyncOp = False",
     ),
     "full tensors are not waited for": _edit(
@@ -423,8 +423,8 @@ MUTANTS = {
         ranks=(0, 1),
     ),
     "odd ranks do not pass over units that they have not used": _edit(
-        "core.schedule.step:StepMachine._pass_over", "if not unit.begun]",
-        "if not unit.begun and not __import__('torch').distributed.get_rank() % 2]",
+        "core.schedule.step:StepMachine._pass_over", "if not unit.begun:",
+        "if not unit.begun and not __import__('torch').distributed.get_rank() % 2:",
         "branches that only some ranks use", ranks=(0, 1),
     ),
     "odd ranks order norms by address": _edit(

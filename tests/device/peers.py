@@ -25,7 +25,7 @@ from fullshard import torch as ours
 from fullshard.core.errors import CommunicationError
 from fullshard.core.strategy import Sharding
 from fullshard.torch.comm import hierarchical, process_group, ranks
-from fullshard.torch.comm.process_group import ProcessGroupComm, witness_of
+from fullshard.torch.comm.process_group import witness_of
 from fullshard.torch.comm.watch import roll_call, watchdog
 from fullshard.torch.comm.watch.parting import PARTED
 from fullshard.torch.comm.watch.watchdog import Watchdog, Witness
@@ -148,7 +148,9 @@ def _(job):
             {"issued": step, "at": now + 100},
         )
         job.begin()
-        with mock.patch.object(ProcessGroupComm, "_by_pairs", side_effect=GONE):
+        gone = mock.Mock(side_effect=GONE)
+        gathers = (process_group._GATHER, process_group._GATHERS)
+        with mock.patch.multiple(dist.ProcessGroup, **dict.fromkeys(gathers, gone)):
             told = ("Connection closed", "failed in", "no sign of life", "call state_dict()")
             fails(job, forward, *told, "in reduce of", "last finished", "last issued")
         fails(job, our.model.state_dict, "stops before", "its group has failed")

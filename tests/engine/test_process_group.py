@@ -175,7 +175,7 @@ def test_a_call_takes_the_equal_slices_of_one_dtype_and_unequal_ones_go_alone(ga
     single, several = (getattr(process_group, name) for name in names)
     alone = "allgather" if gathers else "reduce_scatter"
     group = SimpleNamespace(**{name: noted(name) for name in (single, several, alone)})
-    comm = SimpleNamespace(group=group, _options={})
+    comm = SimpleNamespace(group=group, _options=dict.fromkeys([single]))
     route = process_group._Route(None, on_gloo=False, together=True)
 
     def send(*kinds):

@@ -4,6 +4,7 @@
 import weakref
 from collections import Counter
 from contextlib import nullcontext
+from functools import partial
 from itertools import groupby
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from support import beside
 from support.beside import grads_of
 from support.models import CASES, Made, loss_of, make, make_batches
-from support.stack import WIDTH, shard_stack, step
+from support.stack import WIDTH, Stack, shard_stack, step
 from support.threads import on_ranks
 from support.training import shard
 from torch import nn
@@ -81,6 +82,88 @@ class CountingComm(WrappedComm):
         if kwargs.get("label") != "what the backward used":  # 2 numbers, and 1 a parameter
             self.counts["all_reduce"] += 1
         return super().all_reduce(*args, **kwargs)
+
+
+class NamingComm(WrappedComm):
+    """A comm that lists the gathers and reduces of steps as `PINNED` does."""
+
+    def __init__(self, inner, names):
+        super().__init__(inner)
+        self.names = names
+
+    def duplicate(self):
+        return NamingComm(super().duplicate(), self.names)
+
+    def all_gather(self, pairs, label=""):
+        self.names.append(label.replace("gather of unit 'blocks.", "G").strip("'"))
+        return super().all_gather(pairs, label)
+
+    def reduce_scatter(self, pairs, label=""):
+        self.names.append(label.replace("reduce of unit 'blocks.", "R").strip("'"))
+        return super().reduce_scatter(pairs, label)
+
+
+def side_by_side(model, x):
+    return sum(block(x) for block in model.blocks)  # no block waits for the gradient of an input
+
+
+def cut_off(model, x):
+    for block in model.blocks[:2]:
+        x = block(x)
+    x.register_hook(lambda _: None)
+    return model.blocks[2](x) + model.blocks[1](x.detach())
+
+
+@pytest.mark.parametrize("forward", [Stack.forward, side_by_side, cut_off])
+@on_ranks(2)
+def test_collectives_come_in_the_same_order_when_nobody_looks(comm, forward):
+    """Gradients go another way then than in sight of a trace."""
+    names = []
+    model = shard_stack(NamingComm(comm, names), layers=3)
+    model.forward = partial(forward, model)
+    orders = []
+    for sight in (nullcontext, nullcontext, nullcontext, lambda: tracing(model)):
+        names.clear()
+        with sight():
+            step(model)
+        orders.append(names.copy())
+    assert orders[2] == orders[3]
+    if forward is Stack.forward:
+        assert orders[2] == [op for op in PINNED[1].split() if op[0] in "GR"]
+
+
+@on_ranks(2)
+def test_gradients_that_nobody_has_reduced_are_known_to_be_there(comm):
+    model = shard_stack(comm, layers=3)
+    last = model.blocks[2]
+    last.forward = lambda x: nn.Sequential.forward(last, x.detach())  # x awaits its gradient
+    model.set_requires_gradient_sync(False)
+    for _ in range(2):
+        step(model)
+    states = [managed_unit_of(block).unit.state for block in model.blocks]
+    assert states == [UnitState.RESTING, UnitState.RESTING, UnitState.GRADS]
+
+
+@on_ranks(2)
+def test_what_came_before_an_exception_counts_for_no_later_backward(comm):
+    model = shard_stack(comm, layers=3)
+    step(model)
+    managed, last = managed_unit_of(model.blocks[1]), model.blocks[1][2]
+
+    def fail(_):
+        raise ArithmeticError
+
+    failing = last.register_forward_hook(lambda _, args, __: args[0].register_hook(fail) and None)
+    with pytest.raises(ArithmeticError):
+        step(model)
+    failing.remove()
+    assert (len(managed.came), managed.takes_of >= 0) == (2, True)  # of the last layer
+    found = []
+    model.blocks[0].register_forward_pre_hook(
+        lambda *_: found.append((managed.came.copy(), managed.takes_of >= 0))
+    )
+    step(model)
+    assert found == [([], False)]
 
 
 @pytest.mark.parametrize(

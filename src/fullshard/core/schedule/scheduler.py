@@ -86,10 +86,6 @@ class _Records:
         return len(self._kept)
 
 
-def _itself(op: Op) -> Op:
-    return op
-
-
 class Scheduler:
     """Turns events into ops as they happen. See [Note: Record, replay, fall back].
 
@@ -101,7 +97,7 @@ class Scheduler:
         self,
         policies: Mapping[int, UnitPolicy],
         prefetch: Prefetch,
-        bind: Callable[[Op], Any] = _itself,
+        bind: Callable[[Op], Any] = lambda op: op,
         bind_early: Callable[[Op], Any] | None = None,
     ):
         self._bind = bind

@@ -41,7 +41,7 @@ through a graph that was kept awaits what stood in the first time once more.
 """
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
@@ -136,8 +136,11 @@ class StepMachine:
 
     def new_call(self, unit: UnitStep, kind: type[_Call]) -> _Call:
         """The unit's forward that runs already, as a call whose backward may come."""
-        around = next((other for other in reversed(self.running) if other is not unit), None)
-        parent = None if around is None else around.call
+        parent = None
+        for around in reversed(self.running):
+            if around is not unit:
+                parent = around.call
+                break
         unit.call = call = kind(unit, parent, (self._recomputed or self._forwards, self._now))
         return call
 
@@ -240,10 +243,7 @@ class StepMachine:
     def gradient_arrives(self, unit: UnitStep, index: int, task: int) -> Sequence[Event]:
         """A parameter has its gradient, or a part of it."""
         self._task, self.in_backward = task, True
-        unit.here.add(index)
-        came = unit.came.get(task)
-        if came is not None:
-            came.add(index)
+        unit.take((index,), task)
         if not unit.phase.open:
             if unit.phase is _AT_REST:
                 unit.move("take a gradient")
@@ -318,8 +318,15 @@ class StepMachine:
         if self.partial:
             self._pass_over_calls(after)
             return
-        passed = [unit for unit in self._due_after(after) if not unit.begun]
-        for unit in sorted(passed, key=_latest):
+        passed = []
+        for unit in reversed(self._due):
+            if unit.last_begin <= after:
+                break
+            if not unit.begun:
+                passed.append(unit)
+        if not passed:
+            return
+        for unit in sorted(passed, key=attrgetter("last_end"), reverse=True):
             if unit.begun or not unit.phase.due:
                 continue
             self._begin(unit)
@@ -361,13 +368,6 @@ class StepMachine:
             self._begin(unit)
         self._end_others()
 
-    def _due_after(self, begin: int) -> Iterator[UnitStep]:
-        """The units that are due and whose latest forward began after ``begin``, latest first."""
-        for unit in reversed(self._due):
-            if unit.last_begin <= begin:
-                return
-            yield unit
-
     def _end_what_is_over(self, unit: UnitStep) -> None:
         """End the backward of ``unit`` if it is over, then of the units that waited for it."""
         if not self._is_over(unit):
@@ -389,7 +389,9 @@ class StepMachine:
             return False
         in_turn = unit.phase.due and not self.partial
         if in_turn:
-            for later in self._due_after(unit.first_begin):
+            for later in reversed(self._due):  # the latest forward first
+                if later.last_begin <= unit.first_begin:
+                    break
                 if later is not unit and (later.phase.open or later.calls(self._reached)):
                     return False
         if not unit.has_all_gradients(self._reached, self._task):
@@ -420,10 +422,6 @@ class StepMachine:
             self._due.pop(unit, None)
         unit.held_back = bool(unit.trained) and not unit.requires_gradient_sync
         self._events.append(_event(_BACKWARD_END, unit.number))
-
-
-def _latest(unit: UnitStep) -> int:
-    return -unit.last_end
 
 
 def _turn(unit: UnitStep) -> tuple[bool, int]:

@@ -2,7 +2,7 @@
 """The record of one unit in the step that is running, and of its calls."""
 
 import weakref
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection, Iterable, Set
 from enum import Enum
 from typing import Any
 
@@ -219,6 +219,13 @@ class UnitStep:
             return False
         self.began_at = call.began_at
         return True
+
+    def take(self, indices: Iterable[int], task: int) -> None:
+        """Note that gradients of these parameters, or parts of them, have come."""
+        self.here.update(indices)
+        came = self.came.get(task)
+        if came is not None:
+            came.update(indices)
 
     def end_backward(self, task: int) -> None:
         """End the backward, and that of the calls it has reached."""

@@ -109,6 +109,13 @@ _REDUCE_OPS = {
 _host_families: list[str] = []
 
 
+def _asynchronous(single: str) -> AllgatherOptions | ReduceScatterOptions:
+    """The options of calls that the host does not wait for."""
+    options = AllgatherOptions() if single is _GATHER else ReduceScatterOptions()
+    options.asyncOp = True
+    return options
+
+
 class ProcessGroupComm:
     """The communicator over a process group of torch.distributed (NCCL, Gloo, ...).
 
@@ -133,7 +140,7 @@ class ProcessGroupComm:
         self._exchanges = 0
         # By device, since a group may have Gloo for the host and NCCL for CUDA at the same time.
         self._routes: dict[torch.device, _Route] = {}
-        self._options: dict[str, AllgatherOptions | ReduceScatterOptions] = {}  # by method
+        self._options = {single: _asynchronous(single) for single in (_GATHER, _REDUCE)}
 
     def _route_of(self, tensor: Tensor) -> _Route:
         """Return the way that ``tensor`` travels.
@@ -217,41 +224,50 @@ class ProcessGroupComm:
                 for output, copy in zip(tensors[::step], reachable[::step], strict=True):
                     output.copy_(copy)
 
-        self.witness.issues(what)
-        try:
-            works = start(reachable, route)
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise self.witness.failure(what, error) from error
+        works = self._issue(what, start, reachable, route)
         if not route.on_gloo:
             self.witness.leaves_pending(what, works)
         return _Pending(self.witness, what, works, done, reachable[0].device)
 
+    def _issue(self, what: str, call: Callable[..., Any], *args: Any) -> Any:
+        """Return what ``call`` does of ``args``, which issues ``what``."""
+        self.witness.issues(what)
+        try:
+            return call(*args)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError as error:
+            raise self.witness.failure(what, error) from error
+
     def all_gather(self, pairs: Sequence[tuple[Full, Tensor]], label: str = "") -> Work:
         """See `Comm.all_gather`."""
-        what = label or "all_gather"
-
-        def start(tensors: Sequence[Tensor], route: _Route) -> list[dist.Work]:
-            if route.on_gloo:
-                moved = _moved([full for full, _ in pairs], tensors[::2])
-                return self._all_gather_by_exchange(what, moved, tensors[1::2])
-            return self._by_pairs(_GATHER, route, tensors, [full for full, _ in pairs])
-
-        tensors = [each for full, shard in pairs for each in (flat_of(full), shard)]
-        return self._start(what, tensors, start)
+        return self._send(_GATHER, label or "all_gather", pairs)
 
     def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Full]], label: str = "") -> Work:
         """See `Comm.reduce_scatter`."""
-        what = label or "reduce_scatter"
-        if self._route_of(pairs[0][0]).on_gloo:
+        return self._send(_REDUCE, label or "reduce_scatter", pairs)
+
+    def _send(self, single: str, what: str, pairs: Sequence[tuple[Full, Full]]) -> Work:
+        """Gather into outputs, or reduce to them, what the inputs behind them hold."""
+        output, held = pairs[0]
+        if len(pairs) == 1 and isinstance(output, Tensor) and isinstance(held, Tensor):
+            route = self._route_of(output)
+            if route.carrier is None and not (route.on_gloo or output.is_complex()):  # as mostly
+                call = getattr(self.group, single)
+                works = (self._issue(what, call, output, held, self._options[single]),)
+                self.witness.leaves_pending(what, works)
+                return _Pending(self.witness, what, works, None, output.device)
+        if single is _REDUCE and self._route_of(flat_of(output)).on_gloo:
             return self._reduce_scatter_by_exchange(what, pairs)
 
         def start(tensors: Sequence[Tensor], route: _Route) -> list[dist.Work]:
-            return self._by_pairs(_REDUCE, route, tensors, [full for _, full in pairs])  # a sum
+            fulls = [pair[single is _REDUCE] for pair in pairs]
+            if route.on_gloo:
+                moved = _moved(fulls, tensors[::2])
+                return self._all_gather_by_exchange(what, moved, tensors[1::2])
+            return self._by_pairs(single, route, tensors, fulls)
 
-        tensors = [each for shard, full in pairs for each in (shard, flat_of(full))]
-        return self._start(what, tensors, start)
+        return self._start(what, [flat_of(each) for pair in pairs for each in pair], start)
 
     def _by_pairs(
         self, single: str, route: _Route, tensors: Sequence[Tensor], fulls: Sequence[Full]
@@ -260,14 +276,7 @@ class ProcessGroupComm:
 
         Unequal slices go by a call of their own for each of ``fulls`` that has such.
         """
-        gathers = single is _GATHER
-        options = self._options.get(single)
-        if options is None:
-            options = AllgatherOptions() if gathers else ReduceScatterOptions()
-            options.asyncOp = True
-            self._options[single] = options
-        if len(tensors) == 2 and not (tensors[0].is_complex() or isinstance(fulls[0], Parts)):
-            return [getattr(self.group, single)(*tensors, options)]  # as most are
+        gathers, options = single is _GATHER, self._options[single]
         if any(map(torch.is_complex, tensors)):
             # NCCL knows no complex numbers; a sum of them is one of their parts.
             tensors = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
@@ -311,7 +320,7 @@ class ProcessGroupComm:
                 slices[self.rank].copy_(shard)  # while the others' are on their way
         return works
 
-    def _reduce_scatter_by_exchange(self, what: str, pairs: Sequence[tuple[Tensor, Full]]) -> Work:
+    def _reduce_scatter_by_exchange(self, what: str, pairs: Sequence[tuple[Full, Full]]) -> Work:
         sums: list[tuple[list[Tensor], Tensor]] = []
 
         def start(tensors: Sequence[Tensor], _: _Route) -> list[dist.Work]:
@@ -330,7 +339,7 @@ class ProcessGroupComm:
                 rank_order_sum(parts, shard)
             sums.clear()
 
-        tensors = [t for shard, full in pairs for t in (shard, flat_of(full))]
+        tensors = [flat_of(each) for pair in pairs for each in pair]
         return self._start(what, tensors, start, add_up)
 
     def _exchange(

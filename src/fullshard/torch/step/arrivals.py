@@ -12,12 +12,14 @@ from fullshard.core.errors import UsageError
 
 __all__ = ["Arrivals"]
 
+_graph_task = torch._C._current_graph_task_id
+
 
 class Arrivals:
     """The trainable parameters of a unit by their index in it, whose gradients are taken.
 
     Every gradient that autograd accumulates goes to the tracker of ``managed``, the unit, which
-    they do not keep.
+    they do not keep; but straight to the unit while it takes those of the graph task.
 
     [Note: Asking autograd]
     Autograd knows which nodes a backward will execute, including those that accumulate into
@@ -45,6 +47,10 @@ class Arrivals:
             grad, param.grad = param.grad, None
             managed = reference()
             if grad is None or managed is None:
+                return
+            if managed.takes_of == _graph_task() and not grad.requires_grad:
+                managed.came.append(index)
+                managed.unit.gradients.full.put(index, grad)
                 return
             tracker = managed.tracker
             if tracker is None:

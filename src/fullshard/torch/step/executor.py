@@ -16,8 +16,6 @@ from fullshard.torch.unit.unit import ACTIONS, Unit
 
 __all__ = ["Executor", "policy_of"]
 
-_STEP_END = Moment.STEP_END  # a member of an Enum is slow to look up
-_REDUCE, _AWAIT_REDUCE = OpKind.REDUCE, OpKind.AWAIT_REDUCE
 _ENDS_OF_REDUCES = (OpKind.ALL_REDUCE, OpKind.AWAIT_REDUCE)
 _NAMES = {kind: kind.value for kind in OpKind}  # to ask a member of an Enum is slow, too
 _NAMED = frozenset(OpKind) - {OpKind.SHRINK, OpKind.FREE}  # ranges in a profile
@@ -48,11 +46,12 @@ class Executor:
         # by number
         self.references: list[weakref.ref[ManagedUnit]] = [weakref.ref(unit) for unit in units]
         found = [weakref.ref(managed.unit) for managed in units]
-        self._schedule = partial(Scheduler, bind=partial(_bound, found, ACTIONS))
+        ours = {OpKind.REDUCE: self._reduce, OpKind.AWAIT_REDUCE: self._await_reduce}
+        self._schedule = partial(Scheduler, bind=partial(_bound, found, ACTIONS | ours))
         self._early: EarlyStream | None = None
         if has_streams(device := units[0].unit.device):
             self._early = EarlyStream(device)
-            early = ACTIONS | {OpKind.GATHER: partial(Unit.gather, early=self._early)}
+            early = ACTIONS | ours | {OpKind.GATHER: partial(Unit.gather, early=self._early)}
             self._schedule.keywords["bind_early"] = partial(_bound, found, early)
         self._with_copies = [weakref.ref(managed) for managed in units if managed.unit.copies]
         self._marks = UnitMarks()
@@ -157,11 +156,16 @@ class Executor:
     def finish_step(self) -> None:
         """Free what is full, await what is in flight."""
         if not self._active.idle:
-            self.do(Event(Moment.STEP_END))
+            ops = self._active.on(Event(Moment.STEP_END))
+            if not self.is_last_backward:
+                ops = [op for op in ops if op[0] not in _ENDS_OF_REDUCES]
+            self._do_in_sight(ops, -1)
         if self.is_last_backward:
             for unit in self._reducing:
                 unit.await_reduce()
             self._reducing.clear()
+        elif self._reducing:
+            self._take_completed_reduces()
         for managed in _alive(self._with_copies):
             managed.unit.settle()
             for recorder in self.recorders:
@@ -171,21 +175,21 @@ class Executor:
     def do(self, event: Event) -> None:
         """Carry out the ops that follow ``event``."""
         ops = self._active.on(event)
-        if ops and (event[0] is _STEP_END or self._recorded or profiler_runs()):
-            self._do_in_sight(ops, event)
+        if self._recorded or profiler_runs():
+            self._do_in_sight(ops, event[1])
         else:
-            for kind, reference, act in ops:
+            for _, reference, act in ops:
                 unit = reference()
-                if unit is None:
-                    continue
-                if kind is _AWAIT_REDUCE:
-                    self._await_reduce(unit)
-                    continue
-                act(unit)
-                if kind is _REDUCE:
-                    self._reducing.append(unit)
+                if unit is not None:
+                    act(unit)
         if self._reducing:
             self._take_completed_reduces()
+
+    def _reduce(self, unit: Unit) -> bool:
+        """Have the reduce of ``unit`` begin."""
+        unit.reduce()
+        self._reducing.append(unit)
+        return True
 
     def _await_reduce(self, unit: Unit) -> bool:
         """Have the reduce of ``unit`` delivered; False if it has been, or there is none."""
@@ -197,29 +201,20 @@ class Executor:
             self._let_go_before(unit)
         return done
 
-    def _do_in_sight(self, ops: Sequence[_BoundOp], event: Event) -> None:
-        """Carry out ops in sight of the profiler and of recorders, or at the end of a step."""
-        moment, asked_by = event
-        put_off = moment is _STEP_END and not self.is_last_backward
+    def _do_in_sight(self, ops: Sequence[_BoundOp], asked_by: int) -> None:
+        """Carry out ops in sight of the profiler and of recorders."""
         named = _NAMED if profiler_runs() else ()
-        recorded, reducing = self._recorded, self._reducing
         for kind, reference, act in ops:
             unit = reference()
-            if unit is None or (put_off and kind in _ENDS_OF_REDUCES):
+            if unit is None or (kind is OpKind.AWAIT_REDUCE and unit not in self._reducing):
                 continue
-            if kind is _AWAIT_REDUCE:
-                if unit not in reducing:
-                    continue
-                act = self._await_reduce
             if kind in named:
                 with self._marks.around(_NAMES[kind], unit):
                     self._show(kind, unit, act, asked_by)
-            elif kind in recorded:
+            elif kind in self._recorded:
                 self._show(kind, unit, act, asked_by)
             else:
                 act(unit)
-            if kind is _REDUCE:
-                reducing.append(unit)
 
     def _show(
         self, kind: OpKind, unit: Unit, act: Callable[[Unit], bool], asked_by: int = -1
@@ -241,12 +236,12 @@ class Executor:
         for unit in self._reducing.copy():
             if not unit.gradients.completed:
                 continue
-            self._show(_AWAIT_REDUCE, unit, self._await_reduce)
+            self._show(OpKind.AWAIT_REDUCE, unit, self._await_reduce)
 
     def _let_go_before(self, unit: Unit) -> None:
         # Their copies have had the time of a whole unit's backward.
         for earlier in self._evicting:
-            earlier.let_go()
+            earlier.gradients.let_go()
             for recorder in self.recorders:
                 recorder.weigh(earlier)
         self._evicting = [unit]

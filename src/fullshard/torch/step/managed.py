@@ -40,6 +40,7 @@ __all__ = [
 ]
 
 _ATTRIBUTE = "_fullshard_unit"
+_NONE = -2  # the number of no graph task
 
 
 class StepWatcher(Protocol):
@@ -116,6 +117,9 @@ class ManagedUnit:
         self.number = -1
         self.tracker: StepWatcher | None = None
         self._adopt = adopt  # makes a tracker, with the module that runs first as its root
+        # See `take_gradients`: a graph task, and the parameters whose gradients have come.
+        self.takes_of = _NONE
+        self.came: list[int] = []
         self._modules_to_run = len(modules)
         self._modules_run = 0
         self._unseen = False  # the output is of a class that tensors cannot be found in
@@ -232,7 +236,8 @@ class ManagedUnit:
         if self._inside_itself:
             self._inside_itself -= 1
             return None
-        given, wanted = output, self.unit.plan.precision.output
+        unit, given = self.unit, output
+        wanted = unit.plan.precision.output
         tracker, ends = self.tracker, False
         if tracker is not None and self._modules_run:  # not if the pre-hook has raised
             ends = self._modules_run == self._modules_to_run or tracker.runs_alone(self)
@@ -243,8 +248,7 @@ class ManagedUnit:
         if type(output) is not Tensor:
             output = map_tensors(output, self._apart_from_parameters)
         elif (
-            output.layout is torch.strided
-            and output.untyped_storage()._cdata in self.unit.full.storages
+            output.layout is torch.strided and output.untyped_storage()._cdata in unit.full.storages
         ):
             output = output.clone()
         if wanted is not None:
@@ -259,7 +263,7 @@ class ManagedUnit:
             if any(WATCHED in tensor.__dict__ for tensor in outputs):  # an input that comes out
                 output = map_tensors(output, _own_views())
                 outputs = tensors_with_gradients(output)
-            self._unseen = self.unit.trainable and hidden
+            self._unseen = hidden and unit.trainable
             if outputs:
                 call.watch_outputs(outputs)
             self._watch_features(_module)
@@ -332,8 +336,28 @@ class ManagedUnit:
         elif self.tracker is not None:
             self.tracker.settings_changed = True
 
+    def take_gradients(self, task: int) -> None:
+        """Take those of graph task ``task`` without a word: nothing follows from their arrival.
+
+        That is so while a call waits for the gradient of an input anyway.
+        """
+        if self.came:  # in another graph task
+            self.note_gradients()
+        if not self.unit.cuts:
+            self.takes_of = task
+
+    def note_gradients(self) -> None:
+        """Note what has come without a word, and take no more so."""
+        task, self.takes_of = self.takes_of, _NONE
+        if self.came:
+            self.unit.fill()
+            self.step.take(self.came, task)
+            self.came.clear()
+
     def forget_step(self) -> None:
         """Return to the state between steps, whatever happened; drop full gradients."""
+        self.takes_of = _NONE
+        self.came.clear()
         self.step.forget()
         self._modules_run = self._inside_itself = 0
         self._swapped.clear()

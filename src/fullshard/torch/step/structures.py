@@ -5,6 +5,7 @@ import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from numbers import Number
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ __all__ = [
     "tensors_with_gradients",
 ]
 
+_requires_grad, _leads_back = attrgetter("requires_grad"), attrgetter("grad_fn")
 WATCHED = "_fullshard_watched"
 """The attribute that marks a tensor of which some call of a unit awaits the gradient."""
 
@@ -76,14 +78,6 @@ def tensors_with_gradients(structure: Any) -> list[Tensor]:
 def outputs_with_gradients(structure: Any) -> tuple[list[Tensor], bool]:
     """The tensors in an output that require gradients; and whether it may hide further tensors."""
     return tensors_with_gradients(structure), holds_unknown(structure)
-
-
-def _leads_back(tensor: Tensor) -> bool:
-    return tensor.grad_fn is not None
-
-
-def _requires_grad(tensor: Tensor) -> bool:
-    return tensor.requires_grad
 
 
 def map_tensors(structure: Any, change: Callable[[Tensor], Tensor]) -> Any:

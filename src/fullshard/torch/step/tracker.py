@@ -59,6 +59,7 @@ class Tracker:
         # From the first event of a backward until all is carried out that its end asks for.
         self._in_backward = False
         self._ending: Callable[[], Callable[[], None] | None] = lambda: None
+        self._taking: dict[ManagedUnit, None] = {}
         self._marks = UnitMarks()
         self.wait_before_gather: Any = None  # an event of a stream that writes to the shards
         # in the middle of a step: schedules are made anew after it
@@ -273,6 +274,7 @@ class Tracker:
 
     def recover(self) -> None:
         """Forget a step that an exception has cut short, with the gradients not delivered yet."""
+        self._taking.clear()
         for managed in self.executor.units:
             managed.forget_step()
         self.executor.finish_step()
@@ -298,6 +300,9 @@ class Tracker:
             if begun.weights is not None and self.optional is not None:
                 self.optional.weigh(begun.weights)
             self._carry_out(self._machine.call_begins(begun, task))
+            if begun.watched and self.optional is None and not self.executor.fill_recorders:
+                self._taking[begun.managed] = None
+                begun.managed.take_gradients(task)
             if begun.recomputed is not None and self.optional is not None:
                 self.optional.recompute(begun)
 
@@ -355,12 +360,18 @@ class Tracker:
 
     def input_has_gradient(self, call: WatchedCall) -> None:
         """The gradient of an input of a call is there."""
-        task = _graph_task()
-        self._carry_out(self._machine.input_arrives(call, task))
+        if self._taking.pop(call.managed, self) is None:
+            call.managed.note_gradients()
+        events = self._machine.input_arrives(call, _graph_task())
+        if events:
+            self._carry_out(events)
 
     def _backward_ends(self) -> None:
         """Autograd has nothing left to do: reduce what is still due, free everything."""
         task = _graph_task()
+        for managed in self._taking:
+            managed.note_gradients()
+        self._taking.clear()
         for root in _roots_in_backward.pop(self._backward, ()):
             root._end_rest(task)  # before ranks ask what this one has used
         self._carry_out(self._machine.backward_ends(task))

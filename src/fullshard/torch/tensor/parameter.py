@@ -75,6 +75,27 @@ def _refusal(name: str) -> Any:
     return refuse
 
 
+_in_inference = torch.is_inference_mode_enabled
+_make_subclass = torch.Tensor._make_wrapper_subclass
+
+
+def _make(local: Tensor, ownership: Ownership, requires_grad: bool = False) -> "ShardedParameter":
+    """Make a gradient or a state that is cut as its parameter is; ``local`` is not copied."""
+    if _in_inference():  # of a tensor of that mode none can share the version
+        with torch.inference_mode(False):
+            return _make(local, ownership, requires_grad)
+    made: ShardedParameter = _make_subclass(
+        ShardedParameter if ownership.placed is None else ShardedDTensor,
+        ownership.shape,
+        dtype=local.dtype,
+        device=local.device,
+        requires_grad=requires_grad,
+    )
+    made.local = local
+    made.ownership = ownership
+    return made
+
+
 class ShardedParameter(torch.Tensor):
     """A tensor of global shape of which this rank holds ``local``, the flat elements ``span``.
 
@@ -99,15 +120,12 @@ class ShardedParameter(torch.Tensor):
         made._is_param = True  # what isinstance(x, nn.Parameter) looks at
         return made
 
-    @staticmethod
-    def value(local: Tensor, ownership: Ownership) -> "ShardedParameter":
-        """Make a gradient or a state that is cut as its parameter is; ``local`` is not copied."""
-        return _make(local, ownership, False)
+    value = staticmethod(_make)
 
     def hold(self, local: Tensor) -> None:
         """Have the elements ``local`` from now on, which are not copied, in their dtype."""
         if local.dtype != self.dtype:
-            alike = _make(local, self.ownership, False)
+            alike = _make(local, self.ownership)
             Tensor.data.__set__(self, alike)  # type: ignore[attr-defined]
         _ = self.local  # a change of the elements so far is made before they are left
         self.local = local
@@ -417,26 +435,6 @@ def _derived(value: DTensor, viewed: Any) -> DTensor:
         value = value.redistribute(placements=whole)
     made = DerivedDTensor(value._local_tensor, value._spec, requires_grad=False)  # type: ignore[no-untyped-call]
     made.copy_of = copied
-    return made
-
-
-_in_inference = torch.is_inference_mode_enabled
-_make_subclass = torch.Tensor._make_wrapper_subclass
-
-
-def _make(local: Tensor, ownership: Ownership, requires_grad: bool) -> ShardedParameter:
-    if _in_inference():  # of a tensor of that mode none can share the version
-        with torch.inference_mode(False):
-            return _make(local, ownership, requires_grad)
-    made: ShardedParameter = _make_subclass(
-        ShardedParameter if ownership.placed is None else ShardedDTensor,
-        ownership.shape,
-        dtype=local.dtype,
-        device=local.device,
-        requires_grad=requires_grad,
-    )
-    made.local = local
-    made.ownership = ownership
     return made
 
 

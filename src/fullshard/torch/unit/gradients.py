@@ -243,8 +243,9 @@ class Gradients:
         keeps_dtype = not self._plan.precision.keep_low_grads
         for flat, (numels, params) in zip(self._to_rest(reduced).flats, self._pieces, strict=True):
             for param, local in zip(params, flat.split_with_sizes(numels), strict=True):
-                if param is not None:
-                    _accumulate(param, local, keeps_dtype=keeps_dtype)
+                if param is not None and param.requires_grad:
+                    grad = ShardedParameter.value(local, param.ownership)
+                    _accumulate(param, grad, keeps_dtype)
         if self.full.lenders is not None:
             self.full.lenders.follow()
         if self._zeroed:
@@ -314,14 +315,11 @@ _IN_BACKWARD = "_in_backward_optimizers"
 """The attribute in which torch.distributed.optim._apply_optimizer_in_backward leaves optimizers."""
 
 
-def _accumulate(param: ShardedParameter, local: Tensor, *, keeps_dtype: bool) -> None:
+def _accumulate(param: ShardedParameter, grad: Tensor, keeps_dtype: bool) -> None:
     """Add a reduced gradient to ``param.grad`` as autograd would, users' hooks included.
 
     ``keeps_dtype``: it has that of the parameter.
     """
-    if not param.requires_grad:
-        return
-    grad: Tensor = ShardedParameter.value(local, param.ownership)
     hooks = param._backward_hooks
     if hooks:
         for hook in hooks.values():

@@ -160,11 +160,6 @@ class Shards:
             full_name = f"{prefix}.{place.slot.spec.name}" if prefix else place.slot.spec.name
             param.ownership = replace(param.ownership, name=full_name)
 
-    def show(self) -> None:
-        """Let the modules show the sharded parameters."""
-        for each, sharded in zip(self.params, self.sharded, strict=True):
-            each.put(sharded)
-
     def shown(self) -> list[Tensor]:
         """The values that the modules show now in the places of the parameters."""
         return [each.shown for each in self.params]

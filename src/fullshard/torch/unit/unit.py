@@ -24,6 +24,7 @@ from fullshard.torch.comm.protocol import Full, Parts
 from fullshard.torch.comm.ranks import Ranks
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.tensor.put_off import PutOff
+from fullshard.torch.tensor.tensor_parallel import TensorParallel
 from fullshard.torch.unit.buffers import FlatBuffer, dtype_of
 from fullshard.torch.unit.full_parameters import (
     CustomGather,
@@ -136,7 +137,7 @@ class Unit:
         for each, param in zip(self.params, self.sharded, strict=True):
             set_owner(param, self, each.spec.name)
         cuts = enumerate(each.tensor_parallel for each in self.params)
-        self._cuts = {index: cut for index, cut in cuts if cut is not None}
+        self.cuts: dict[int, TensorParallel] = {i: cut for i, cut in cuts if cut is not None}
         self.belong_to(self._model)
         self.show_sharded()
 
@@ -362,16 +363,19 @@ class Unit:
 
     def deliver(self, index: int, grad: Tensor) -> None:
         """Take a parameter's gradient, or a further part of it."""
+        self.fill()
+        if self.cuts and index in self.cuts:
+            grad = self.cuts[index].part_of_dtensor(grad)
+        self.gradients.full.put(index, grad)
+
+    def fill(self) -> None:
+        """Note that there are full gradients."""
         if self.state in _STATES_WITHOUT_GRADS:
             self._move("fill")
-        if self._cuts and index in self._cuts:
-            grad = self._cuts[index].part_of_dtensor(grad)
-        self.gradients.full.put(index, grad)
 
     def reduce(self) -> bool:
         """Start to reduce the full gradients; what did not come counts as zero (collective)."""
-        if self.state in _STATES_WITHOUT_GRADS:
-            self._move("fill")
+        self.fill()
         self._move("reduce")
         self.gradients.reduce()
         return True
@@ -386,10 +390,6 @@ class Unit:
     def await_reduce(self) -> bool:
         """Wait for the reduce and add its result, averaged over the ranks, to ``.grad``."""
         return self.gradients.await_all()
-
-    def let_go(self) -> None:
-        """Give back the device's copies of gradients that are on their way to the host."""
-        self.gradients.let_go()
 
     def drop_gradients(self) -> None:
         """Forget full gradients, under way or not, after a backward that failed."""
@@ -406,7 +406,7 @@ class Unit:
         """Do as `synchronize` at the end of a step; not where a step put off will do so."""
         shown = (param.grad.__dict__ for param in self.sharded if param.grad is not None)
         if self.put_off and not any("local" in each for each in shown):
-            self.let_go()
+            self.gradients.let_go()
         else:
             self.synchronize()
 

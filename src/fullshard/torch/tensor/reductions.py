@@ -120,12 +120,10 @@ class SummedScalar(GlobalScalar):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run ``func`` as for a `GlobalScalar`; warn of a sum over ranks."""
-        if func in _OVER_RANKS and (kwargs or {}).get("op") == dist.ReduceOp.SUM:
+        if (kwargs or {}).get("op") == dist.ReduceOp.SUM:  # as only reductions over ranks have
             warnings.warn(_COUNTED_TWICE, stacklevel=5)
         return super().__torch_function__(func, types, args, kwargs)
 
-
-_OVER_RANKS = (dist.all_reduce, dist.reduce)
 
 _COUNTED_TWICE = (
     "this adds up, over ranks, what was computed from norms or sums of sharded parameters or "

@@ -184,8 +184,8 @@ class ManagedUnit:
         """True if forward may compute with what `summon_full_params` shows, as a plain module's."""
         if torch.is_grad_enabled() or self.unit.params[0].shown is self.unit.sharded[0]:
             raise UsageError(
-                f"unit {self.unit.name!r} cannot run forward within summon_full_params, unless "
-                "without gradients on ranks that see its parameters: run it under "
+                f"unit {self.unit.name!r} cannot run forward within summon_full_params with "
+                "gradients, or on a rank that does not see its parameters: run it under "
                 "torch.no_grad(), or leave the context first"
             )
         return True

@@ -165,8 +165,8 @@ class Lenders:
                     current.wait_stream(stream)
 
     def meet(self) -> None:
-        """`join`, unless the current stream lends and so is where others have put it."""
-        if self._key() not in self._streams:
+        """`join` if others lend and the current stream does not: no gather's end has put it."""
+        if self._streams and self._key() not in self._streams:
             self.join()
 
     def _are_several(self) -> bool:

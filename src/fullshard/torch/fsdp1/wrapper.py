@@ -242,6 +242,14 @@ class FullyShardedDataParallel(
         except AttributeError:
             return getattr(super().__getattr__(WRAPPED), name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        wrapped = self.__dict__.get("_modules", {}).get(WRAPPED)
+        for tensors in () if wrapped is None else (wrapped._parameters, wrapped._buffers):
+            if name in tensors:  # as `functional_call` shows it, by the plain model's name
+                tensors[name] = value
+                return
+        super().__setattr__(name, value)
+
     def __getitem__(self, key: Any) -> Any:
         return self.module[key]  # type: ignore[index]
 

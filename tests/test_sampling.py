@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `support/sampling.py` takes of parameters."""
+"""Sampling takes every value of each parameter, and every pair in thorough runs."""
 
 import itertools
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What comes along when a part is imported, asked of fresh interpreters."""
+"""Importing a part loads no more than it needs; fresh interpreters tell."""
 
 import subprocess
 import sys

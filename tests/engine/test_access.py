@@ -142,6 +142,15 @@ def test_models_are_evaluated_while_they_are_summoned(comm):
 
 
 @on_ranks(2)
+def test_a_root_whose_parameters_are_all_below_is_evaluated_while_it_is_summoned(comm):
+    model = FSDP(nn.Sequential(FSDP(seeded(lambda: nn.Linear(3, 2)), comm)), comm)
+    with torch.no_grad():
+        expected = model(torch.ones(1, 3))
+        with summon_full_params(model, writeback=False):
+            assert torch.equal(model(torch.ones(1, 3)), expected)
+
+
+@on_ranks(2)
 def test_no_training_and_no_second_summoning_within(comm):
     model = wrap(comm)
     inputs = make_batches("gpt", 1, 2)[0][0]

@@ -41,7 +41,7 @@ through a graph that was kept awaits what stood in the first time once more.
 """
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from operator import attrgetter, itemgetter
 from typing import Any, TypeVar
@@ -318,14 +318,7 @@ class StepMachine:
         if self.partial:
             self._pass_over_calls(after)
             return
-        passed = []
-        for unit in reversed(self._due):
-            if unit.last_begin <= after:
-                break
-            if not unit.begun:
-                passed.append(unit)
-        if not passed:
-            return
+        passed = [unit for unit in self._due_after(after) if not unit.begun]
         for unit in sorted(passed, key=attrgetter("last_end"), reverse=True):
             if unit.begun or not unit.phase.due:
                 continue
@@ -368,6 +361,13 @@ class StepMachine:
             self._begin(unit)
         self._end_others()
 
+    def _due_after(self, begin: int) -> Iterator[UnitStep]:
+        """The units that are due and whose latest forward began after ``begin``, latest first."""
+        for unit in reversed(self._due):
+            if unit.last_begin <= begin:
+                return
+            yield unit
+
     def _end_what_is_over(self, unit: UnitStep) -> None:
         """End the backward of ``unit`` if it is over, then of the units that waited for it."""
         if not self._is_over(unit):
@@ -389,9 +389,7 @@ class StepMachine:
             return False
         in_turn = unit.phase.due and not self.partial
         if in_turn:
-            for later in reversed(self._due):  # the latest forward first
-                if later.last_begin <= unit.first_begin:
-                    break
+            for later in self._due_after(unit.first_begin):
                 if later is not unit and (later.phase.open or later.calls(self._reached)):
                     return False
         if not unit.has_all_gradients(self._reached, self._task):

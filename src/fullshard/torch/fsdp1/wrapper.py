@@ -245,8 +245,8 @@ class FullyShardedDataParallel(
     def __setattr__(self, name: str, value: Any) -> None:
         wrapped = self.__dict__.get("_modules", {}).get(WRAPPED)
         for tensors in () if wrapped is None else (wrapped._parameters, wrapped._buffers):
-            if name in tensors:  # as `functional_call` shows it, by the plain model's name
-                tensors[name] = value
+            if name in tensors and isinstance(value, Tensor):
+                tensors[name] = value  # as `functional_call` shows it, by the plain model's name
                 return
         super().__setattr__(name, value)
 

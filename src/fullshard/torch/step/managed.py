@@ -153,7 +153,10 @@ class ManagedUnit:
         if _len_torch_dispatch_stack() and counts_operations():
             with uncounted():
                 return self._before_forward(module, args, kwargs)
-        if self._modules_run == self._modules_to_run or (self.summoned and self._runs_as_shown()):
+        inside = self._modules_run == self._modules_to_run
+        if inside or self.summoned:
+            if not inside:
+                self._check_runs_as_shown()
             self._inside_itself += 1
             return None
         self._handled_outside = id(sys.exception())  # forward may run in an except clause
@@ -180,15 +183,15 @@ class ManagedUnit:
         self._modules_run += 1
         return None if changed is given else changed
 
-    def _runs_as_shown(self) -> bool:
-        """True if forward may compute with what `summon_full_params` shows, as a plain module's."""
-        if torch.is_grad_enabled() or self.unit.params[0].shown is self.unit.sharded[0]:
+    def _check_runs_as_shown(self) -> None:
+        """Raise unless forward may compute with what `summon_full_params` shows, as a plain one."""
+        shown = zip(self.unit.params, self.unit.sharded, strict=True)
+        if torch.is_grad_enabled() or any(each.shown is sharded for each, sharded in shown):
             raise UsageError(
                 f"unit {self.unit.name!r} cannot run forward within summon_full_params with "
                 "gradients, or on a rank that does not see its parameters: run it under "
                 "torch.no_grad(), or leave the context first"
             )
-        return True
 
     def _swap(self, given: tuple[Any, Any], change: Callable[[Tensor], Tensor]) -> Any:
         """``given`` (args, kwargs) with tensors replaced until the forward ends; or itself."""

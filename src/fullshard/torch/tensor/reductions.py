@@ -134,7 +134,7 @@ _COUNTED_TWICE = (
 
 
 def _scalar(number: Tensor, owners: Sequence[Ownership]) -> Tensor:
-    by_elements = any(each.placed is None for each in owners)
+    by_elements = any(each.placed is None and each.comm.size > 1 for each in owners)
     return number.as_subclass(SummedScalar if by_elements else GlobalScalar)
 
 

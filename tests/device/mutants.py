@@ -423,8 +423,8 @@ MUTANTS = {
         ranks=(0, 1),
     ),
     "odd ranks do not pass over units that they have not used": _edit(
-        "core.schedule.step:StepMachine._pass_over", "if not unit.begun:",
-        "if not unit.begun and not __import__('torch').distributed.get_rank() % 2:",
+        "core.schedule.step:StepMachine._pass_over", "if not unit.begun]",
+        "if not unit.begun and not __import__('torch').distributed.get_rank() % 2]",
         "branches that only some ranks use", ranks=(0, 1),
     ),
     "odd ranks order norms by address": _edit(

@@ -147,6 +147,18 @@ def judge(mutant):
     return {"found": [], "broken": None}
 
 
+def unfit():
+    """Return the faults that do not fit the engine any more, with the reason."""
+    found = {}
+    for name, mutant in (MUTANTS | {name: each for name, (each, _) in EQUIVALENT.items()}).items():
+        try:
+            with applied(mutant):
+                pass
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
 def hunt(mutant, usual):
     """Return the program that finds the fault, and how; ``ran`` programs came to its function.
 
@@ -259,6 +271,7 @@ def main(kind, *, seeds=100_000, seed=0, count=30):
         for name, mutant, equivalent in every[:: SOME_FAULTS.get(kind, 1)]:
             verdict = {"mutant": name, "equivalent": equivalent} | judge(mutant)
             print(json.dumps(verdict), flush=True)
+        print(json.dumps({"unfit": unfit()}), flush=True)
     if kind == "cost" or sampled:
         for line in cost.lines(cost.CASES if kind == "cost" else cost.FEW_CASES):
             print(json.dumps(line), flush=True)

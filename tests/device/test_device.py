@@ -101,6 +101,10 @@ def test_a_step_can_be_captured_as_a_graph(answers):
     assert [name for name, found in faults.items() if not found] == []
 
 
+def test_every_fault_fits_the_engine_as_it_is(answers):
+    assert [each["unfit"] for each in answers if "unfit" in each] == [{}]
+
+
 def test_ranks_issue_collectives_in_one_order(runs):
     by_program = {}
     for run in runs:

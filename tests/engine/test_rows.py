@@ -11,6 +11,10 @@ import torch.distributed.checkpoint as dcp
 from support.threads import on_ranks
 from support.world import on_processes
 from torch import nn
+from torch._library.simple_registry import (
+    GenericTorchDispatchRuleHolder,
+    find_torch_dispatch_rule,
+)
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -19,9 +23,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as theirs
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
 from fullshard.torch import fully_shard as ours
+from fullshard.torch.tensor import parameter
+from fullshard.torch.tensor.parameter import DerivedDTensor, ShardedDTensor
 
 
 def net():
@@ -286,6 +293,26 @@ def test_operations_give_what_dtensor_gives():
             wrong[name] = f"{mine} is not {other}"
     assert wrong == {}
     assert compared >= 100
+
+
+def test_operations_run_by_the_rules_of_spans():
+    """Also in torch 2.11, which takes what derives from DTensor for a DTensor."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        weight = ours(nn.Linear(4, 4)).weight
+        assert type(weight.detach().abs()) is ShardedDTensor
+        assert type(weight.detach() @ weight.detach()) is DerivedDTensor
+    finally:
+        dist.destroy_process_group()
+
+
+def test_dispatch_comes_before_dtensors_own_in_c_plus_plus(monkeypatch):
+    monkeypatch.setattr(GenericTorchDispatchRuleHolder, "find", GenericTorchDispatchRuleHolder.find)
+    parameter._dispatch_before_dtensor()
+    for cls in (ShardedDTensor, DerivedDTensor):
+        found = find_torch_dispatch_rule(torch.ops.aten.linalg_vector_norm.default, cls)
+        assert found is cls.__torch_dispatch__.__func__
+    assert find_torch_dispatch_rule(torch.ops.aten.add.Tensor, DTensor) is None
 
 
 def _answer(operation, weight):

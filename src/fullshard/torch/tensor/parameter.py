@@ -11,6 +11,7 @@ from typing import Any, NoReturn, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._library.simple_registry import GenericTorchDispatchRuleHolder
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -437,6 +438,25 @@ def _derived(value: DTensor, viewed: Any) -> DTensor:
     made.copy_of = copied
     return made
 
+
+def _dispatch_before_dtensor() -> None:
+    """Let torch 2.11 run the dispatch of `ShardedDTensor`, and not that of the class below it.
+
+    It takes what derives from DTensor for a DTensor, whose operations it carries out in C++. Rules
+    that are registered for a class come before that, each for one operation; ours are for all.
+    """
+    classes: tuple[Any, ...] = (ShardedDTensor, DerivedDTensor)
+    own = {cls: cls.__torch_dispatch__.__func__ for cls in classes}
+    registered = GenericTorchDispatchRuleHolder.find
+
+    def find(holder: GenericTorchDispatchRuleHolder, cls: type) -> Callable[..., Any] | None:
+        return own.get(cls) or registered(holder, cls)
+
+    GenericTorchDispatchRuleHolder.find = find  # type: ignore[assignment, method-assign]
+
+
+if torch.__version__ < "2.12":
+    _dispatch_before_dtensor()
 
 # Optimizers and gradient clipping choose their fast forms by looking the type up in these lists.
 for _module in (torch_optimizer, _foreach_utils):

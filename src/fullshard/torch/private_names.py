@@ -54,6 +54,7 @@ ENGINE = _found_in(
     torch: ops.aten._to_copy ops.aten._unsafe_view ops.aten.add.Tensor._overloadname
     torch: ops.aten.add.Tensor._overloadpacket ops.aten.add.Tensor._schema
     torch._ops: OpOverload
+    torch._library.simple_registry: GenericTorchDispatchRuleHolder
     torch._library.simple_registry: GenericTorchDispatchRuleHolder.find
     torch.utils._python_dispatch: TorchDispatchMode is_traceable_wrapper_subclass
     torch.utils._python_dispatch: _get_current_dispatch_mode _pop_mode _push_mode

@@ -186,6 +186,10 @@ class Pair(nn.Module):
         return (x + self.p.sum() * 0 + self.q).sum()
 
 
+# In backward DTensor itself detaches in place, for which it has no rule in torch 2.11.
+LACKING = (NotImplementedError,) if torch.__version__ < "2.12" else ()
+
+
 @pytest.mark.parametrize(
     ("door", "align", "size", "rows"),
     [("function", "row", 2, 5), ("wrapper", "element", 3, 2)],
@@ -200,13 +204,13 @@ def test_losses_and_penalties_between_parameters(group, door, align, size, rows)
             each.zero_grad()
         try:
             expected = operation(plain.p, plain.q)
+            expected.sum().backward()
         except (RuntimeError, IndexError):
             continue
-        expected.sum().backward()
         try:
             found = operation(model.p, model.q)
             found.sum().backward()
-        except FullshardError:
+        except (FullshardError, *LACKING):
             refused.append(name)
             continue
         except Exception as error:

@@ -140,14 +140,14 @@ LATE_IMPORTS = {
     "torch/__init__.py",
     "train/loggers.py",
 }
-# Files that pages show under their own names. Elsewhere an underscore says what is private.
-PUBLIC_FILES = {"distributed.py", "launchers.py", "testing.py", "wrap.py"}
 # Signatures that are somebody else's convention.
 MANY_ARGUMENTS = {
     "torch/fsdp1/wrapper.py: FullyShardedDataParallel.__init__",
     "torch/fsdp2/fully_shard.py: fully_shard",
 }
 COLLECTIVE_CALLERS = {"torch/comm/process_group.py"}
+# Files that pages show under their own names. Elsewhere an underscore says what is private.
+PUBLIC_FILES = {"distributed.py", "launchers.py", "testing.py", "wrap.py"}
 
 FOLDER_FILES = 12  # without its __init__.py
 FILE_LINES = 500
@@ -704,6 +704,8 @@ SAMPLES = """
     except ImportError:
         os = None
 
+    == public_names_are_listed core/a.py
+    def f(): ...
     == public_names_are_listed wrap.py
     x = 1  #! no __all__ that is a plain list of names
     == public_names_are_listed core/__init__.py
@@ -727,8 +729,6 @@ SAMPLES = """
     == public_names_are_listed a.py
     __all__ = ["late"]
     def __getattr__(name): ...
-    == public_names_are_listed core/a.py
-    def f(): ...
     == public_names_are_listed core/__init__.py
     "has no names of its own"
 

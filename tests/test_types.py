@@ -15,11 +15,11 @@ ROOT = Path(__file__).parents[1]
 
 def listed(path):
     """Return the names in ``__all__`` of a file, which is not imported."""
-    (names,) = (
+    names, *_ = [
         ast.literal_eval(node.value)
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.Assign | ast.AnnAssign) and ast.unparse(node).startswith("__all__")
-    )
+    ] or [[]]
     return names
 
 
@@ -27,13 +27,14 @@ SOURCE = ROOT / "src" / "fullshard"
 PACKAGES = {
     ".".join(("fullshard", *path.parent.relative_to(SOURCE).parts)): listed(path)
     for path in sorted(SOURCE.rglob("__init__.py"))
+    if listed(path)
 }
 
 
 IMPORTS = []
 for package, names in PACKAGES.items():
     IMPORTS += [f"from {package} import {name}" for name in names]
-    IMPORTS += [f"from {package} import {name}s_misspelt" for name in names or ["nothing"]]
+    IMPORTS += [f"from {package} import {name}s_misspelt" for name in names]
 
 REVEALED = {
     "model.set_requires_gradient_sync": "def (",

@@ -24,22 +24,10 @@ if TYPE_CHECKING:  # for checkers and editors; at run time names load when they 
     __version__: str
 
 __all__ = [
-    "__version__",
-    "cleanup",
-    "core",
-    "distributed",
-    "doctor",
-    "get_device",
-    "initialize_distributed_training",
-    "jax",
-    "launchers",
-    "log",
-    "report",
-    "testing",
-    "torch",
-    "train",
-    "wrap",
-]
+    "__version__", "cleanup", "core", "distributed", "doctor", "get_device",
+    "initialize_distributed_training", "jax", "launchers", "log", "report", "testing", "torch",
+    "train", "wrap",
+]  # fmt: skip
 
 _HOMES = {
     **dict.fromkeys(

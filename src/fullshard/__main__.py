@@ -5,7 +5,5 @@ import sys
 
 from fullshard.cli import main
 
-__all__: list[str] = []
-
 if __name__ == "__main__":
     sys.exit(main())

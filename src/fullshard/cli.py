@@ -15,8 +15,6 @@ from fullshard.core.tested import installed_version
 from fullshard.core.text import HelpFormatter
 from fullshard.train.signals import leaving_at_once
 
-__all__ = ["main"]
-
 _TRAIN_EXAMPLES = """\
 examples:
   fullshard train                                  a byte-level language model, a few minutes

@@ -26,14 +26,9 @@ from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.launchers import check_nproc, launcher_environment, local_rank_of, rank_of
 
 __all__ = [
-    "cleanup",
-    "default_nproc",
-    "get_device",
-    "initialize_distributed_training",
-    "join",
-    "local_nproc",
-    "log",
-]
+    "cleanup", "default_nproc", "get_device", "initialize_distributed_training", "join",
+    "local_nproc", "log",
+]  # fmt: skip
 
 
 @dataclass
@@ -106,10 +101,7 @@ def default_nproc() -> int:
 
 
 def local_nproc(nproc: int | None) -> int:
-    """Return ``nproc``, or the default if it is None.
-
-    Raises `ConfigurationError` for a number that is absurd, or more than there are GPUs.
-    """
+    """Return ``nproc``, or the default. Raises `ConfigurationError` if there are fewer GPUs."""
     nproc = default_nproc() if nproc is None else check_nproc(nproc)
     if torch.cuda.is_available() and nproc > (gpus := torch.cuda.device_count()):
         raise ConfigurationError(f"--nproc {nproc} ranks need a GPU each, but there are {gpus}")

@@ -7,8 +7,6 @@ import resource
 import sys
 from contextlib import suppress
 
-__all__ = ["host_total_bytes", "resident_bytes"]
-
 _MEMORY = re.compile(r"VmHWM:\s*(?P<peak>\d+) kB\s*VmRSS:\s*(?P<now>\d+) kB")  # kB are KiB
 
 

@@ -14,14 +14,9 @@ from pathlib import Path
 from fullshard.core.errors import ConfigurationError
 
 __all__ = [
-    "check_nproc",
-    "first_host",
-    "launcher_environment",
-    "local_rank_of",
-    "rank_of",
-    "threads_per_rank",
-    "usable_cores",
-]
+    "check_nproc", "first_host", "launcher_environment", "local_rank_of", "rank_of",
+    "threads_per_rank", "usable_cores",
+]  # fmt: skip
 
 _MOST_LOCAL_RANKS = 1024  # on one machine
 

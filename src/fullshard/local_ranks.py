@@ -23,8 +23,6 @@ from torch.multiprocessing.spawn import start_processes
 
 from fullshard.core.errors import CommunicationError, FullshardError
 
-__all__ = ["LOOPBACK", "run_local_ranks", "serve_store", "stay_on_loopback"]
-
 LOOPBACK = "127.0.0.1"
 _GRACE_S = 5.0  # between asking a rank to end and killing it
 _SIGNALS = tuple(

@@ -30,8 +30,6 @@ from fullshard.launchers import (
 )
 from fullshard.local_ranks import LOOPBACK, serve_store, stay_on_loopback
 
-__all__ = ["main"]
-
 _DROP_IN = "fullshard.drop_in"
 _LOCAL = "fullshard-local"
 # Where torchrun's ranks meet if nobody says.

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from fullshard.core.errors import ConfigurationError, FullshardError
 from fullshard.torch.comm.protocol import (
+    Comm,
     Done,
     Full,
     Parts,
@@ -191,11 +192,8 @@ class LocalWorld:
             return exchange.results[comm.rank]
 
 
-class LocalComm:
-    """The communicator of one rank of a `LocalWorld`: ``rank`` of ``size``.
-
-    Every method is collective over the threads ``members``.
-    """
+class LocalComm(Comm):
+    """The communicator of rank ``rank`` of ``size`` of a `LocalWorld`; all of it is collective."""
 
     def __init__(self, world: LocalWorld, members: Sequence[int], rank: int, number: int = 0):
         self.members: tuple[int, ...] = tuple(members)
@@ -211,7 +209,6 @@ class LocalComm:
         return self.subgroup(range(self.size))
 
     def block(self, size: int) -> "LocalComm":
-        """See `Comm.block`."""
         first = self.rank // size * size
         return self.subgroup(range(first, first + size))
 
@@ -223,8 +220,6 @@ class LocalComm:
         return LocalComm(self.world, members, list(ranks).index(self.rank), number)
 
     def all_gather(self, pairs: Sequence[tuple[Full, Tensor]], label: str = "") -> Work:
-        """See `Comm.all_gather`."""
-
         def combine(inputs: list[list[Tensor]]) -> list[list[Tensor]]:
             gathered = []
             for shards in zip(*inputs, strict=True):
@@ -251,7 +246,6 @@ class LocalComm:
         return self._issue("all_gather", label, shards, list(map(flat_of, fulls)), combine, alike)
 
     def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Full]], label: str = "") -> Work:
-        """See `Comm.reduce_scatter`."""
         fulls = [full for _, full in pairs]
         self._check_sizes("reduce_scatter", pairs)
 
@@ -280,8 +274,6 @@ class LocalComm:
                 )
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum", label: str = "") -> Work:
-        """See `Comm.all_reduce`."""
-
         def combine(inputs: list[list[Tensor]]) -> list[list[Tensor]]:
             columns = list(zip(*inputs, strict=True))
             if op == "sum":
@@ -295,8 +287,6 @@ class LocalComm:
         return self._issue(f"all_reduce {op}", label, inputs, list(tensors), combine)
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> Work:
-        """See `Comm.broadcast`."""
-
         def combine(inputs: list[list[Tensor]]) -> list[list[Tensor]]:
             return [inputs[source]] * self.size
 
@@ -304,8 +294,6 @@ class LocalComm:
         return self._issue(f"broadcast from {source}", "", inputs, list(tensors), combine)
 
     def all_to_all(self, received: Parts, sent: Parts, label: str = "") -> Work:
-        """See `Comm.all_to_all`."""
-
         def combine(inputs: list[list[Tensor]]) -> list[list[Tensor]]:
             parts = [torch.split(flat, numels.tolist()) for flat, numels in inputs]
             return [[torch.cat([row[rank] for row in parts])] for rank in range(self.size)]

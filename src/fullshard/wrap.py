@@ -28,16 +28,10 @@ from torch.distributed.fsdp.wrap import (
 from fullshard.core.errors import ConfigurationError
 
 __all__ = [
-    "CustomPolicy",
-    "ModuleWrapPolicy",
-    "always_wrap_policy",
-    "enable_wrap",
-    "lambda_auto_wrap_policy",
-    "modules_to_wrap",
-    "size_based_auto_wrap_policy",
-    "transformer_auto_wrap_policy",
-    "wrap",
-]
+    "CustomPolicy", "ModuleWrapPolicy", "always_wrap_policy", "enable_wrap",
+    "lambda_auto_wrap_policy", "modules_to_wrap", "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy", "wrap",
+]  # fmt: skip
 
 
 def modules_to_wrap(

@@ -27,27 +27,8 @@ from fullshard.checkpoint.session import Loaded
 from fullshard.core.errors import CheckpointError
 
 __all__ = [
-    "Background",
-    "Checkpoint",
-    "CheckpointError",
-    "CheckpointRanks",
-    "Difference",
-    "Files",
-    "Keep",
-    "Loaded",
-    "Manifest",
-    "RunFolder",
-    "Saving",
-    "SealReport",
-    "SoloRanks",
-    "StepFolder",
-    "check_seal",
-    "compare",
-    "export_safetensors",
-    "import_safetensors",
-    "is_sealed",
-    "open_checkpoint",
-    "reshard_checkpoint",
-    "seal",
-    "steps_in",
-]
+    "Background", "Checkpoint", "CheckpointError", "CheckpointRanks", "Difference", "Files", "Keep",
+    "Loaded", "Manifest", "RunFolder", "Saving", "SealReport", "SoloRanks", "StepFolder",
+    "check_seal", "compare", "export_safetensors", "import_safetensors", "is_sealed",
+    "open_checkpoint", "reshard_checkpoint", "seal", "steps_in",
+]  # fmt: skip

@@ -16,8 +16,6 @@ from fullshard.checkpoint.saving import WrittenStep, write_step
 from fullshard.checkpoint.streaming import Blocks, Conveyor
 from fullshard.core.errors import CheckpointError
 
-__all__ = ["Saving", "save_in_background"]
-
 
 class Saving:
     """A save that may still be under way."""
@@ -42,10 +40,7 @@ class Saving:
         return self._work is None or self._work.done()
 
     def wait(self) -> Path:
-        """Block until the step is there, and return its folder.
-
-        Raises `CheckpointError` if it was not saved, on all ranks alike.
-        """
+        """Wait for the step, return its folder. Raises `CheckpointError`, on all ranks alike."""
         return self.written().folder
 
     def written(self) -> WrittenStep:

@@ -28,8 +28,6 @@ from fullshard.checkpoint.runs.commit import is_verified
 from fullshard.core.errors import ConfigurationError, check_new
 from fullshard.core.text import HelpFormatter, bytes_text
 
-__all__ = ["main"]
-
 _EXAMPLES = """\
 examples:
   fullshard ckpt ls runs/gpt-nano/checkpoints
@@ -52,10 +50,7 @@ Advance = Callable[[int], None]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run ``fullshard ckpt``; returns the exit status.
-
-    Raises `CheckpointError` for damage and `ConfigurationError` for arguments that cannot be.
-    """
+    """Run ``fullshard ckpt``; returns the exit status. Raises `CheckpointError` for damage."""
     arguments = _parser().parse_args(argv)
     status: int = arguments.run(arguments)
     return status

@@ -9,8 +9,6 @@ from numpy.typing import NDArray
 from fullshard.core.errors import CheckpointError
 from fullshard.core.safetensors_format import DTYPE_BYTES
 
-__all__ = ["change_of_kind", "is_narrower", "numpy_dtype", "refuse_lost_numbers"]
-
 # The largest number that is finite.
 _LARGEST = {
     "F8_E4M3": 448.0,
@@ -40,10 +38,7 @@ def _kind(dtype: str) -> str:
 
 
 def change_of_kind(name: str, stored: str, wanted: str, strict: bool) -> str:
-    """Tell how the kind of a tensor's numbers changes from one dtype to another; empty if it stays.
-
-    Raises `CheckpointError` if it does and ``strict`` is true.
-    """
+    """Tell how the kind of numbers changes, if so; with ``strict`` raise `CheckpointError`."""
     there, here = _kind(stored), _kind(wanted)
     if there == here:
         return ""
@@ -63,10 +58,7 @@ def is_narrower(stored: str, wanted: str) -> bool:
 
 
 def refuse_lost_numbers(name: str, stored: str, wanted: str, values: NDArray[Any]) -> None:
-    """Raise `CheckpointError` if finite ``values`` of a tensor are out of the range of ``wanted``.
-
-    They are whole numbers, or float64.
-    """
+    """Raise `CheckpointError` if finite ``values`` (whole, or float64) do not fit ``wanted``."""
     least, most = _RANGES[wanted]
     count = numpy.count_nonzero(numpy.isfinite(values) & ((values < least) | (values > most)))
     if count:

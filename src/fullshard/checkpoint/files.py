@@ -12,8 +12,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["ALIGNMENT", "Files", "OpenFile", "read_whole", "write_new"]
-
 DIRECT = getattr(os, "O_DIRECT", 0)  # on Linux
 ALIGNMENT = 4096  # of memory and places that O_DIRECT takes, on all usual media
 
@@ -38,10 +36,7 @@ class Files:
         os.mkdir(path)
 
     def create(self, path: Path, direct: bool = False) -> OpenFile:
-        """Open a new file for writing, which must not be there.
-
-        ``direct``: past the page cache, where the file system can.
-        """
+        """Open a new file for writing; ``direct``: past the page cache, where that is possible."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         file = OpenFile(path, os.open(path, flags, 0o666))
         if direct:

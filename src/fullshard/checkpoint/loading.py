@@ -38,15 +38,6 @@ from fullshard.checkpoint.shards import ShardReader
 from fullshard.core.boxes import Box, boxes_of_interval
 from fullshard.core.errors import CheckpointError, ConfigurationError
 
-__all__ = [
-    "Checkpoint",
-    "Loading",
-    "Progress",
-    "Want",
-    "open_checkpoint",
-    "pieces_of_want",
-]
-
 BATCH_BOXES = 2**16  # that are verified before the next files are opened
 PIECE_BYTES = 16 * 2**20  # of a want that are read at a time
 KEPT_BYTES = 64 * 2**20  # of verified data that are kept until they are delivered
@@ -122,10 +113,7 @@ class Checkpoint:
         return data.reshape(*tensor.shape, tensor.item_bytes)
 
     def verify(self, progress: Progress | None = None) -> None:
-        """Read every byte of every file and check it, then mark the step as verified.
-
-        Raises `CheckpointError`.
-        """
+        """Read and check every byte, then mark the step as verified. Raises `CheckpointError`."""
         with ShardReader(self.files, self.folder, self.manifest) as reader:
             for boxes in _boxes_in_batches(reader, self.manifest, progress):
                 sizes = [stored.box.numel * tensor.item_bytes for _, tensor, stored in boxes]

@@ -37,8 +37,6 @@ from fullshard.core.boxes import Box
 from fullshard.core.errors import CheckpointError
 from fullshard.core.safetensors_format import DTYPE_BYTES
 
-__all__ = ["Plans", "WritePlan", "assign"]
-
 SMALL_BYTES = 2**20  # what several ranks hold and is smaller is written by the first of them
 Numbers = NDArray[numpy.int64]
 
@@ -83,10 +81,7 @@ class Plans:
         what: str = "the step cannot be saved",
         failure: Exception | None = None,
     ) -> WritePlan:
-        """Choose the ``pieces`` that this rank writes. Collective.
-
-        Raises on all ranks if one of them has a ``failure``, see `agree`.
-        """
+        """Choose the ``pieces`` that this rank writes. Collective; raises as `agree` does."""
         pieces = [p for p in pieces if p.tile is not None or p.size_bytes or 0 in p.shape]
         keys = [(p.name, p.dtype, p.shape, p.boxes, p.tile) for p in pieces]
         known = self._rules
@@ -252,10 +247,7 @@ class _Decision:
         return irregular
 
     def _holding(self, name: str) -> tuple[Numbers, Numbers, Numbers, tuple[Run, ...]]:
-        """All parts with the ranks that hold them, sorted.
-
-        Then where a part's ranks begin, and the ranks as runs. Most tensors have another one's.
-        """
+        """All parts and their ranks, sorted; where a part's ranks begin; the ranks as runs."""
         key = tuple(self._held[name])
         if key not in self._holders:
             parts = numpy.concatenate([self._groups[g].indices[:, slot] for g, slot in key])

@@ -19,17 +19,6 @@ from fullshard.core.errors import (
     NotSupportedError,
 )
 
-__all__ = [
-    "CheckpointRanks",
-    "FolderRanks",
-    "SoloRanks",
-    "agree",
-    "failure_text",
-    "from_first",
-    "packed",
-    "unpacked",
-]
-
 _FOLDER = re.compile(r"\.ranks-[0-9a-f]{32}")
 _LEFT = "left"
 T = TypeVar("T")
@@ -105,7 +94,6 @@ class FolderRanks:
         self._files.make_new_folder(self._folder)
 
     def gather(self, data: bytes) -> list[bytes]:
-        """See `CheckpointRanks`."""
         self._calls += 1
         if self.rank:
             self._leave_message(f"{self._calls}-{self.rank}", data)
@@ -113,7 +101,6 @@ class FolderRanks:
         return [data, *(self._message(each) for each in range(1, self.size))]
 
     def broadcast(self, data: bytes) -> bytes:
-        """See `CheckpointRanks`."""
         self._calls += 1
         if self.rank:
             return self._message(0)
@@ -121,7 +108,6 @@ class FolderRanks:
         return data
 
     def share(self, data: bytes) -> list[bytes]:
-        """See `CheckpointRanks`."""
         return unpacked(self.broadcast(packed(self.gather(data))))
 
     def duplicate(self, run: Path, files: Files) -> "FolderRanks":
@@ -201,10 +187,7 @@ def agree(ranks: CheckpointRanks, what: str, failure: Exception | None, note: st
 
 
 def from_first(ranks: CheckpointRanks, what: str, make: Callable[[], T]) -> T:
-    """Return on all ranks what ``make`` has given on rank 0, which is JSON. Collective.
-
-    Raises on all ranks if it fails there, as `agree` does.
-    """
+    """Return on all ranks what ``make`` gives on rank 0: JSON. Collective; raises as `agree`."""
     told: list[Any] = []
     failure: Exception | None = None
     if ranks.rank == 0:

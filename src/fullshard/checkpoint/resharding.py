@@ -19,8 +19,6 @@ from fullshard.checkpoint.shards import Piece, ShardReader
 from fullshard.core.boxes import boxes_of_interval
 from fullshard.core.errors import CheckpointError, ConfigurationError
 
-__all__ = ["reshard_checkpoint"]
-
 
 class _SpanSource:
     """An interval of a stored tensor's elements, read and verified when it is copied."""

@@ -32,15 +32,6 @@ from fullshard.checkpoint.streaming import stream
 from fullshard.core.errors import CheckpointError
 from fullshard.core.tested import installed_version
 
-__all__ = [
-    "WrittenStep",
-    "publish",
-    "save",
-    "versions_of",
-    "write_shard",
-    "write_step",
-]
-
 
 @dataclass(frozen=True)
 class WrittenStep:
@@ -52,10 +43,7 @@ class WrittenStep:
 
 @cache
 def versions_of(*packages: str) -> dict[str, str]:
-    """Return the versions of fullshard, of ``packages`` and of Python, for a manifest.
-
-    A source tree that is on the path without being installed has none.
-    """
+    """Return the versions of fullshard, of ``packages`` and of Python, for a manifest."""
     names = ("fullshard", *packages)
     versions = {name: installed_version(name) or "not installed" for name in names}
     return {**versions, "python": platform.python_version()}
@@ -72,10 +60,7 @@ def save(
     files: Files | None = None,
     keep: Keep | None = None,
 ) -> Path:
-    """Write one step of a run and return its folder. Collective.
-
-    Raises `CheckpointError` on all ranks if it failed on one; then nothing of it is to be seen.
-    """
+    """Write a step, return its folder. Collective; raises `CheckpointError` on all ranks."""
     plan = Plans().plan(pieces, ranks)
     return write_step(RunFolder(run, keep, files=files), plan, about, ranks).folder
 
@@ -84,11 +69,7 @@ def save(
 
 
 def write_step(
-    run: RunFolder,
-    plan: WritePlan,
-    about: About,
-    ranks: CheckpointRanks,
-    feed: Feed = stream,
+    run: RunFolder, plan: WritePlan, about: About, ranks: CheckpointRanks, feed: Feed = stream
 ) -> WrittenStep:
     """Write this rank's part of ``plan`` into a staging folder; when all have, show the step.
 

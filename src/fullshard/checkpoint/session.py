@@ -35,8 +35,6 @@ from fullshard.checkpoint.shards import Piece
 from fullshard.checkpoint.streaming import BLOCK_BYTES, Blocks, NewBlock, stream
 from fullshard.core.errors import CheckpointError, ConfigurationError
 
-__all__ = ["Content", "Delivery", "Loaded", "SaveSession", "check_step"]
-
 
 @dataclass(frozen=True)
 class Content:
@@ -267,10 +265,7 @@ class SaveSession:
     def _agreed_steps(
         self, run: RunFolder, step: int | None, older: bool = False
     ) -> list[StepFolder]:
-        """The steps of the run as rank 0 sees them, oldest first.
-
-        Up to the newest; of ``step`` from its latest save on, or with ``older`` up to that.
-        """
+        """Rank 0's steps, oldest first: to the newest, or from (``older``: up to) ``step``."""
 
         def seen() -> list[list[Any]]:
             there = steps_in(run.files, run.path)

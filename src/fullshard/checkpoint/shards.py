@@ -16,20 +16,12 @@ from numpy.typing import NDArray
 
 from fullshard.checkpoint.files import ALIGNMENT, Files, OpenFile
 from fullshard.checkpoint.format.envelope import checksum_of
-from fullshard.checkpoint.format.index import (
-    CHUNK_BYTES,
-    TABLE,
-    BoxPlace,
-    FileIndex,
-    entry_name,
-)
+from fullshard.checkpoint.format.index import CHUNK_BYTES, TABLE, BoxPlace, FileIndex, entry_name
 from fullshard.checkpoint.format.stored import Manifest, StoredBox, StoredFile, StoredTensor
 from fullshard.checkpoint.format.tiling import Tile
 from fullshard.core.boxes import Box
 from fullshard.core.errors import CheckpointError, ConfigurationError
 from fullshard.core.safetensors_format import DTYPE_BYTES, Entry, header_of
-
-__all__ = ["Piece", "ShardReader", "ShardWriter", "Source", "memory_view"]
 
 
 class Source(Protocol):
@@ -61,12 +53,10 @@ class Piece:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one element."""
         return DTYPE_BYTES[self.dtype]
 
     @cached_property
     def size_bytes(self) -> int:
-        """Bytes of all boxes."""
         return sum(box.numel for box in self.boxes) * self.item_bytes
 
 
@@ -197,17 +187,13 @@ class ShardReader:
         self.close()
 
     def close(self) -> None:
-        """Close all files."""
         while self._open:
             _, mine = self._open.popitem()
             for file in mine.values():
                 self._files.close(file)
 
     def index(self, number: int, name: str | None = None) -> FileIndex:
-        """The places that file ``number`` tells, once it is the one that the manifest describes.
-
-        Raises `CheckpointError`, which names the tensor ``name`` for which it was wanted.
-        """
+        """The places in file ``number``, checked; `CheckpointError` tells for which ``name``."""
         told = self._manifest.files[number]
         index = told.index or self._indexes.get(number)
         if index is None:
@@ -226,10 +212,7 @@ class ShardReader:
         return index
 
     def boxes(self, number: int) -> list[tuple[str, StoredTensor, StoredBox]]:
-        """All that is in file ``number``: name, tensor and box, in the order of their bytes.
-
-        Raises `CheckpointError` if that is other than what the manifest says.
-        """
+        """All in file ``number``, by bytes. Raises `CheckpointError` if the manifest differs."""
         self._opened(number)
         count = len(self.index(number))
         held = list(islice(self._manifest.boxes_in(number), count + 1))
@@ -253,10 +236,7 @@ class ShardReader:
     def read_chunk(
         self, name: str, tensor: StoredTensor, stored: StoredBox, chunk: int, into: memoryview
     ) -> None:
-        """Fill ``into`` with a chunk of a stored box and verify it.
-
-        ``into`` has the chunk's size. Raises `CheckpointError` naming file, tensor and bytes.
-        """
+        """Fill ``into``, of a chunk's size, and verify it. Raises `CheckpointError` for damage."""
         place = self.place(name, tensor, stored)
         start = place.start + chunk * CHUNK_BYTES
         span = (start, start + into.nbytes)

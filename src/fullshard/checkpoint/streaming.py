@@ -19,8 +19,6 @@ from collections.abc import Callable, Sequence
 
 from fullshard.checkpoint.shards import Piece, ShardWriter
 
-__all__ = ["BLOCK_BYTES", "Blocks", "Conveyor", "NewBlock", "stream"]
-
 BLOCK_BYTES = 16 * 2**20
 NewBlock = Callable[[int], memoryview]
 
@@ -67,10 +65,7 @@ class Conveyor:
         self._stopped = threading.Event()
 
     def fill(self, pieces: Sequence[Piece]) -> None:
-        """Copy all bytes of ``pieces`` into blocks, without gaps, and hand them on.
-
-        Returns when the last byte is copied, or when the writing has stopped.
-        """
+        """Copy all bytes of ``pieces`` into blocks, unless the writing stops, and hand them on."""
         block: memoryview | None = None
         used = 0
         try:
@@ -122,10 +117,7 @@ class Conveyor:
 
 
 def stream(pieces: Sequence[Piece], writer: ShardWriter, blocks: Blocks | None = None) -> None:
-    """Write all bytes of ``pieces`` and return; a thread writes while the next block is filled.
-
-    Raises what the writing raises.
-    """
+    """Write all bytes of ``pieces``; a thread writes while the next block is filled."""
     conveyor = Conveyor(blocks or Blocks(3 * BLOCK_BYTES))
     failures: list[BaseException] = []
 

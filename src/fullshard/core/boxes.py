@@ -11,8 +11,6 @@ from dataclasses import dataclass
 
 from fullshard.core.errors import ConfigurationError
 
-__all__ = ["Box", "boxes_of_interval", "intersection"]
-
 
 @dataclass(frozen=True)
 class Box:
@@ -38,10 +36,7 @@ class Box:
 
 
 def boxes_of_interval(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
-    """The boxes that make up elements [start, stop) of a row-major tensor, in that order.
-
-    Disjoint, none empty, at most ``2 * len(shape) - 1`` of them.
-    """
+    """The boxes of elements [start, stop) of a row-major tensor, in order, at most 2n-1."""
     numel = math.prod(shape)
     if not 0 <= start <= stop <= numel:
         raise ConfigurationError(

@@ -15,19 +15,6 @@ Each is also the built-in class that a reader would have caught, so ``except Val
 
 from pathlib import Path
 
-__all__ = [
-    "CheckpointError",
-    "CommunicationError",
-    "ConfigurationError",
-    "FullshardError",
-    "NotSupportedError",
-    "TorchVersionError",
-    "UnshardedOperationError",
-    "UsageError",
-    "check_new",
-    "check_whole",
-]
-
 
 class FullshardError(Exception):
     """Base of all errors raised by fullshard."""

@@ -15,17 +15,6 @@ from fullshard.core.schedule import Event, Moment, Op, OpKind, UnitPolicy, compi
 from fullshard.core.spec import item_bytes
 from fullshard.core.strategy import Prefetch
 
-__all__ = [
-    "Forecast",
-    "GradientCost",
-    "HeldUnits",
-    "Sent",
-    "UnitCost",
-    "forecast",
-    "step_events",
-    "unit_cost",
-]
-
 
 @dataclass(frozen=True)
 class GradientCost:
@@ -126,7 +115,6 @@ class Sent:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
         gathers = self.gather_forward_bytes + self.gather_backward_bytes
         return gathers + self.reduce_bytes + self.all_reduce_bytes
 
@@ -256,8 +244,7 @@ class HeldUnits:
         self._offloads = offloads
         self._units = {
             number: _UnitMemory(
-                cost,
-                cost.gradients or (GradientCost(cost.grad_full_bytes, cost.grad_full_bytes),),
+                cost, cost.gradients or (GradientCost(cost.grad_full_bytes, cost.grad_full_bytes),)
             )
             for number, cost in costs.items()
         }

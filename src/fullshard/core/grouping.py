@@ -23,14 +23,6 @@ from collections.abc import Container, Iterable, Iterator, Sequence
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec
 
-__all__ = [
-    "around_of",
-    "deal_out",
-    "deepest_around",
-    "group_parameters",
-    "muon_work",
-]
-
 
 def group_parameters(
     params: Iterable[ParamSpec], unit_paths: Iterable[str]

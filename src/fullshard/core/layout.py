@@ -50,22 +50,6 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec, item_bytes
 from fullshard.core.strategy import AS_IT_RESTS, Precision
 
-__all__ = [
-    "ALIGN_NUMEL",
-    "PACKED_BYTES",
-    "Align",
-    "Layout",
-    "Segment",
-    "Slot",
-    "Span",
-    "SpansOfRanks",
-    "aligned_bytes",
-    "chunk_numel",
-    "lay_out",
-    "lay_out_segments",
-    "stored_bytes",
-]
-
 Align = Literal["element", "row"]
 """The places where parameters may be cut; see [Note: Equal slices] and [Note: Whole rows]."""
 

@@ -6,14 +6,6 @@ from dataclasses import dataclass
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.text import did_you_mean
 
-__all__ = [
-    "TRANSFORMERS",
-    "Transformer",
-    "parameter_numel",
-    "training_flops_per_token",
-    "transformer",
-]
-
 
 @dataclass(frozen=True)
 class Transformer:
@@ -36,7 +28,6 @@ class Transformer:
 
     @property
     def head_width(self) -> int:
-        """The width of one head."""
         return self.width // self.heads
 
 

@@ -18,19 +18,6 @@ from typing import Any
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import item_bytes
 
-__all__ = [
-    "DTYPE_BYTES",
-    "DTYPE_NAMES",
-    "Entry",
-    "EntryPlace",
-    "FileWriter",
-    "SliceReader",
-    "entries_in",
-    "entries_of",
-    "header_of",
-    "places_in",
-]
-
 _METADATA = "__metadata__"  # the one key of a header that is no tensor
 LARGEST_HEADER_BYTES = 100_000_000  # as the format says
 
@@ -55,7 +42,6 @@ class Entry:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all its elements."""
         return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
@@ -153,10 +139,7 @@ class SliceReader:
         os.close(self._descriptor)
 
     def read_into(self, view: memoryview, start: int) -> None:
-        """Fill ``view`` with the bytes from ``start``.
-
-        Raises `ConfigurationError` if the file ends before.
-        """
+        """Fill ``view`` from ``start`` on. Raises `ConfigurationError` if the file ends before."""
         filled = 0
         while filled < view.nbytes:
             count = os.preadv(self._descriptor, [view[filled:]], start + filled)
@@ -223,18 +206,12 @@ def places_in(source: Path, wanted: Mapping[str, Entry]) -> dict[str, EntryPlace
 
 
 def entries_in(source: Path) -> dict[str, EntryPlace]:
-    """All that the file holds, by name.
-
-    Raises `ConfigurationError` for a header that cannot be, `OSError` if it cannot be read.
-    """
+    """All that the file holds, by name. Raises as `places_in` does."""
     return _places(*_header_in(source))
 
 
 def entries_of(header: bytes, data_bytes: int) -> dict[str, EntryPlace]:
-    """All that a file holds, by name, which has this ``header`` (with its length) before its data.
-
-    Raises `ConfigurationError` for a header that cannot be.
-    """
+    """All that a file with this ``header`` holds, by name. Raises `ConfigurationError`."""
     return _places(_described(header[8:]), len(header), data_bytes)
 
 

@@ -13,16 +13,6 @@ from enum import Enum
 
 from fullshard.core.errors import ConfigurationError
 
-__all__ = [
-    "AS_IT_RESTS",
-    "BackwardPrefetch",
-    "Offload",
-    "Precision",
-    "Prefetch",
-    "Sharding",
-    "ShardingStrategy",
-]
-
 
 @dataclass(frozen=True)
 class Sharding:

@@ -8,14 +8,9 @@ import re
 import textwrap
 from collections.abc import Iterable, Sequence
 
-__all__ = ["HelpFormatter", "bytes_text", "did_you_mean", "in_columns", "seconds_text"]
-
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Keep the lines of a command's help, and wrap those that its terminal has no room for.
-
-    A line with columns goes on below its last column.
-    """
+    """Keep the lines of a help; wrap what is too long for the terminal below its last column."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         return "\n".join(_wrapped(indent + line, width) for line in text.splitlines())

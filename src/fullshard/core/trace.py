@@ -8,8 +8,6 @@ from pathlib import Path
 
 from fullshard.core.errors import ConfigurationError
 
-__all__ = ["Trace", "TraceRecord"]
-
 
 @dataclass(frozen=True)
 class TraceRecord:

@@ -29,8 +29,6 @@ from fullshard.launchers import (
 )
 from fullshard.torch.comm.texts import share_bytes
 
-__all__ = ["check_hosts", "main", "parse_size"]
-
 _MOST_BYTES = 16 << 30  # of a measured buffer
 
 _EXAMPLES = """\

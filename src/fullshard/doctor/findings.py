@@ -4,8 +4,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-__all__ = ["Finding", "Severity"]
-
 Severity = Literal["severe", "warning", "note"]
 
 

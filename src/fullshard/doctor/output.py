@@ -12,8 +12,6 @@ from fullshard.core.text import in_columns
 from fullshard.doctor.findings import Finding
 from fullshard.doctor.links.measure import Links, bus_bytes_per_s
 
-__all__ = ["Report", "print_report", "to_json"]
-
 _ORDER = ("severe", "warning", "note")
 
 

@@ -19,8 +19,6 @@ import torch.distributed.fsdp
 from fullshard.core.errors import ConfigurationError
 from fullshard.doctor.findings import Finding, Severity
 
-__all__ = ["check_script", "check_scripts"]
-
 _FSDP = "torch.distributed.fsdp"
 _WRAPPER = "FullyShardedDataParallel"
 _OURS = "PyTorch raises here; under 'fullshard run' or fullshard.torch it works."
@@ -42,10 +40,7 @@ _Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
 def check_scripts(paths: Sequence[str]) -> list[Finding]:
-    """List the findings of all scripts, by line.
-
-    Raises `ConfigurationError` for a path that cannot be read.
-    """
+    """List all findings by line. Raises `ConfigurationError` for a path that cannot be read."""
     findings: list[Finding] = []
     for path in paths:
         try:
@@ -99,7 +94,6 @@ class _ParsedScript:
                 self.sharded += [(name, call) for name in names]
 
     def finding(self, node: Any, severity: Severity, what: str, means: str, fix: str) -> Finding:
-        """Make a finding at the line of ``node``."""
         return Finding(severity, what, means, fix, f"{self.path}:{node.lineno}")
 
     def name(self, node: ast.AST) -> str:

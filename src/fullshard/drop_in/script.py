@@ -12,8 +12,6 @@ from types import CodeType, ModuleType
 
 import torch.distributed as dist
 
-__all__ = ["main", "run_script"]
-
 
 def main(argv: Sequence[str]) -> None:
     """Run ``script.py [args]`` or ``-m module [args]``; ends the process as the script ends it."""

@@ -29,8 +29,6 @@ import torch.distributed.tensor.parallel.fsdp  # noqa: F401
 import fullshard.wrap
 from fullshard.torch import fsdp1, fsdp2
 
-__all__ = ["replaced_names", "stand_in", "torchs_modules"]
-
 _FSDP = "torch.distributed.fsdp"
 
 _SERVED_MODULES = (
@@ -52,19 +50,13 @@ _OTHERWISE = "start the script without fullshard if it cannot do without"
 
 
 def replaced_names(original: ModuleType) -> dict[str, Any]:
-    """Return the replacements for torch's public names in a served module, by name.
-
-    Some names are torch's own in fullshard, too, and need none.
-    """
+    """Return replacements for public names of a served module; some are torch's own here, too."""
     public = _public(original).items()
     return {name: _OURS[name] for name, value in public if _OURS.get(name, value) is not value}
 
 
 def stand_in(original: ModuleType) -> ModuleType:
-    """Return a module that passes for ``original``; torch's is not touched.
-
-    Taking a public name that fullshard lacks raises `ImportError`.
-    """
+    """Return a module that passes for ``original``; names that we lack raise `ImportError`."""
     ours = replaced_names(original)
     lacking = _public(original).keys() - _OURS.keys()
     module = ModuleType(original.__name__, original.__doc__)

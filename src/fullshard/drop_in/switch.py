@@ -18,8 +18,6 @@ from typing import Any
 from fullshard.core.errors import UsageError
 from fullshard.drop_in.stand_ins import replaced_names, stand_in, torchs_modules
 
-__all__ = ["is_on", "switch_off", "switch_on"]
-
 # The modules that have a stand-in now, by name; empty while the drop-in is off.
 _before: dict[str, ModuleType] = {}
 

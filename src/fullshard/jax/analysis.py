@@ -29,9 +29,6 @@ from fullshard.core.text import bytes_text, in_columns
 from fullshard.jax.rule import Rule
 from fullshard.jax.step import TrainStep
 
-__all__ = ["KINDS", "Collective", "Needs", "NeedsTable", "StepTraffic", "communication", "compare",
-           "memory_analysis", "memory_of", "overlap_flags", "traffic_of"]  # fmt: skip
-
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "collective-permute")
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")

@@ -43,9 +43,6 @@ from fullshard.core.errors import CheckpointError, ConfigurationError
 from fullshard.core.safetensors_format import DTYPE_NAMES, Entry
 from fullshard.jax.placing import as_key, is_key, key_data
 
-__all__ = ["Leaf", "Names", "StoredAs", "leaves_of", "load_checkpoint", "process_ranks",
-           "save_checkpoint"]  # fmt: skip
-
 _NUMPY = {told: np.dtype(jax.numpy.dtype(name)) for name, told in DTYPE_NAMES.items()}
 
 
@@ -125,10 +122,7 @@ class Leaf:
         return np.ascontiguousarray(turned).reshape(turned.shape)
 
     def made(self, read: Callable[[Box], NDArray[Any]]) -> Any:
-        """The value whose boxes hold what ``read`` gives, as the leaf's is: its kind, its devices.
-
-        Boxes without elements are not asked for.
-        """
+        """Make a value like the leaf's of what ``read`` gives for each box that has elements."""
         back = [self.axes.index(axis) for axis in range(len(self.axes))]
 
         def part(index: Sequence[slice] | None) -> NDArray[Any]:
@@ -255,7 +249,7 @@ def save_checkpoint(
             versions_of("jax", "numpy"),
             {alias: leaf.stored.name for leaf in leaves for alias in leaf.stored.aliases},
             to_json({**(about or {"parts": {"state": "pytree"}})}, None, "about"),
-            to_json(extra, _plain_value, "extra"),
+            to_json(extra, lambda x: np.asarray(x).tolist() if hasattr(x, "dtype") else x, "extra"),
         )
         return Content([piece for leaf in leaves for piece in _pieces(leaf)], told, extra)
 
@@ -291,10 +285,6 @@ class _ShardSource:
         held = self._held or memory_view(self._leaf.as_stored(np.asarray(self._data)))
         view[:] = held[start : start + view.nbytes]
         self._held = None if start + view.nbytes == held.nbytes else held
-
-
-def _plain_value(value: Any) -> Any:
-    return np.asarray(value).tolist() if hasattr(value, "dtype") else value
 
 
 # -- loading ---------------------------------------------------------------------------------------
@@ -411,7 +401,6 @@ class _StateDelivery:
             self._made[number] = leaf.made(parts.__getitem__)
 
     def finish(self, checkpoint: Checkpoint, newer: tuple[int, ...]) -> Loaded:
-        """The state of what was made."""
         made = [self._made[number] for number in range(len(self._leaves))]
         return Loaded(
             checkpoint.step,

@@ -35,9 +35,6 @@ from fullshard.jax.mesh import Axis, MeshAxes
 from fullshard.jax.placing import is_array, path_name, split_arrays, split_module
 from fullshard.jax.rule import Placement, place
 
-__all__ = ["AROUND_LOOP", "Tracing", "current", "gathered", "reduced_gather",
-           "refuse_unknown_remat", "scan_layers", "tracing", "used_outside"]  # fmt: skip
-
 _ALONE_BYTES = 1 << 19
 _POLICIES = {"matmuls": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
 

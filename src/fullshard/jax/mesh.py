@@ -20,9 +20,6 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from fullshard.core.errors import ConfigurationError
 from fullshard.launchers import launcher_environment
 
-__all__ = ["Axis", "MeshAxes", "axis_names", "create_mesh", "describe_mesh", "devices_of_process",
-           "initialize", "read_mesh"]  # fmt: skip
-
 AXES = ("data", "fsdp", "tensor")
 _log = logging.getLogger(__name__)
 

@@ -17,10 +17,6 @@ from fullshard.core.text import bytes_text, in_columns
 from fullshard.jax.mesh import Axis, MeshAxes, read_mesh
 from fullshard.jax.rule import Placement, Rule, place, refuse_low_coverage
 
-__all__ = ["annotation", "as_key", "batch_sharding", "by_path", "describe", "dtype_on_device",
-           "global_batch", "is_array", "is_key", "key_data", "named_leaves", "path_name", "put",
-           "shard", "shardings", "split_arrays", "split_module", "to_host"]  # fmt: skip
-
 Tree = TypeVar("Tree")
 
 

@@ -30,8 +30,6 @@ from fullshard.jax.placing import by_path, path_name
 from fullshard.jax.rule import LARGE_BYTES, Placement, Rule
 from fullshard.jax.state import ModelArrays, TrainState
 
-__all__ = ["KEY", "StepOptions", "StepProgram", "is_whole", "read_options"]
-
 _ROUNDING = 1e-3
 
 KEY = "loss_fn(key)"

@@ -20,9 +20,6 @@ from fullshard.core.spec import ParamSpec
 from fullshard.core.text import bytes_text
 from fullshard.jax.mesh import Axis, MeshAxes, axis_names
 
-__all__ = ["LARGE_BYTES", "Placement", "Rule", "coverage", "place", "refuse_idle_axes",
-           "refuse_low_coverage", "selective", "threshold"]  # fmt: skip
-
 LARGE_BYTES = 1 << 20
 """Bytes from which an array on every device, or gathered where XLA likes, is told of."""
 

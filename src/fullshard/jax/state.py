@@ -32,8 +32,6 @@ from fullshard.jax.placing import (
 )
 from fullshard.jax.rule import Placement, Rule, place
 
-__all__ = ["ModelArrays", "TrainState", "fitted", "read_model", "state_shapes"]
-
 
 @dataclass
 class ModelArrays:
@@ -58,15 +56,11 @@ class ModelArrays:
             return self.values(self.source() if self.made else self.source)
 
     def values(self, model: Any) -> dict[str, Any]:
-        """All arrays of ``model`` by path."""
         pairs = zip(self.leaves, jax.tree.leaves(split_module(model)[1]), strict=True)
         return {name: x for name, x in pairs if isinstance(name, str)}
 
     def tree(self, values: Mapping[str, Any]) -> Any:
-        """Put those values into the model's own structure, with None in all other places.
-
-        For a module that is a nested dict, without the others.
-        """
+        """Put values into the model's structure, None elsewhere; for a module a nested dict."""
         leaves = [values.get(x) if isinstance(x, str) else None for x in self.leaves]
         tree = jax.tree.unflatten(self.treedef, leaves)
         if self.graph is None:

@@ -30,8 +30,6 @@ from fullshard.jax.rule import (
 )
 from fullshard.jax.state import ModelArrays, TrainState, fitted, read_model, state_shapes
 
-__all__ = ["TrainStep", "generate", "make_train_step"]
-
 _log = logging.getLogger(__name__)
 
 

@@ -27,8 +27,6 @@ from jax import Array, lax
 from fullshard.core.errors import ConfigurationError
 from fullshard.jax.layers import Tracing, current, gathered, reduced_gather
 
-__all__ = ["cross_entropy", "embed"]
-
 _CHUNKS = 16
 _CHUNK_BYTES = 1 << 21
 

@@ -40,8 +40,6 @@ from fullshard.jax.checkpoint import Leaf, Names, StoredAs, leaves_of, process_r
 from fullshard.jax.placing import by_path, path_name, to_host
 from fullshard.jax.state import TrainState
 
-__all__ = ["load_weights", "save_weights", "torch_layout", "torch_names"]
-
 
 def save_weights(path: str | Path, state: TrainState, names: Names | None = None) -> None:
     """Write the parameters of ``state`` (and statistics, as of BatchNorm) to one safetensors file.

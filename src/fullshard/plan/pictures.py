@@ -16,18 +16,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = [
-    "CATEGORY_COLOURS",
-    "KIND_COLOURS",
-    "draw_memory",
-    "draw_scaling",
-    "draw_streams",
-    "first_backward",
-    "largest_of_each",
-    "short_names",
-    "write_picture",
-]
-
 # Colours that stay apart for colour-blind readers (Okabe and Ito 2008), and two greys.
 CATEGORY_COLOURS = {
     "context and nccl": "#888888",

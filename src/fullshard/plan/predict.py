@@ -14,8 +14,6 @@ from fullshard.plan.step.clock import Step, replay
 from fullshard.plan.step.interval import ALMOST_FULL, Interval, other_program, unknowns
 from fullshard.plan.step.script import Script, write_script
 
-__all__ = ["Prediction", "predict"]
-
 _IDLE_SHARE = 0.3  # of a device's power while it waits: data centre GPUs, clocks up
 
 

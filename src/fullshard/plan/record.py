@@ -17,9 +17,6 @@ from fullshard.plan.model.operations import Model
 from fullshard.plan.predict import Prediction, predict
 from fullshard.plan.run import Run
 
-__all__ = ["Record", "corrected", "device_toml", "read_record"]
-
-
 _MOST_SLOWER = 20  # than predicted: what is slower yet is another run
 
 

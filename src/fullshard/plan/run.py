@@ -9,19 +9,6 @@ from fullshard.core.layout import Align
 from fullshard.core.spec import item_bytes
 from fullshard.core.strategy import Offload, Precision, Prefetch, ShardingStrategy
 
-__all__ = [
-    "ONE_BY_ONE",
-    "OPTIMIZERS",
-    "AttentionKernel",
-    "Engine",
-    "ExpertKernel",
-    "Loss",
-    "OptimizerKernels",
-    "Recompute",
-    "Run",
-    "Wrap",
-]
-
 
 class Wrap(Enum):
     """The modules that become units beside the root."""

@@ -13,18 +13,6 @@ from fullshard.plan.model.operations import Model
 from fullshard.plan.predict import Prediction, predict
 from fullshard.plan.run import Run
 
-__all__ = [
-    "CLUSTER_SIZES",
-    "Crossover",
-    "Faults",
-    "Goodput",
-    "LongRun",
-    "ScalePoint",
-    "scaling_curve",
-    "simulate",
-    "where_hybrid_wins",
-]
-
 CLUSTER_SIZES = tuple(8 * 2**doubling for doubling in range(12))
 """8 to 16,384."""
 

@@ -5,8 +5,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["Claim", "Section", "Verdict", "verdict_of"]
-
 Verdict = Literal["holds", "fails", "not proved"]
 
 

@@ -18,8 +18,6 @@ from fullshard.prove.page import Proof, print_proof, write_proof
 from fullshard.prove.provenance import provenance
 from fullshard.prove.simulation import prove_order
 
-__all__ = ["FAST", "FULL", "Scale", "main"]
-
 _EPILOG = """\
 sections:
   losses   losses and weights of several engines on local ranks, bit by bit where they can be

@@ -13,8 +13,6 @@ import torch
 from fullshard.prove.claims import Claim, Section
 from fullshard.prove.training import EngineRun, Training, train_on_local_ranks
 
-__all__ = ["TRAININGS", "floor_of", "loss_claims", "prove_losses", "rounding"]
-
 _ALL = ("DDP", "FSDP2", "fully_shard", "FullyShardedDataParallel", "SHARD_GRAD_OP")
 _OURS = ("fully_shard", "FullyShardedDataParallel", "SHARD_GRAD_OP")
 
@@ -48,11 +46,7 @@ def rounding(steps: int) -> float:
 
 
 def prove_losses(steps: int, timeout_s: float) -> Section:
-    """Train by all engines, twice; starts local ranks and ends them.
-
-    Raises:
-        CommunicationError: if a rank fails, in its words.
-    """
+    """Train by all engines, twice, on local ranks. Raises `CommunicationError` if one fails."""
     runs = train_on_local_ranks(TRAININGS, steps, timeout_s)
     claims = tuple(loss_claims(TRAININGS, runs))
     data = {name: [asdict(run) for run in each] for name, each in runs.items()}

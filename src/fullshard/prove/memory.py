@@ -28,20 +28,6 @@ from fullshard.torch.comm.process_group import ProcessGroupComm
 from fullshard.torch.comm.protocol import Comm, Work, WrappedComm
 from fullshard.train.torch.models import Block, Rotary
 
-__all__ = [
-    "BACKWARD",
-    "FORWARD",
-    "OVER",
-    "CountedBytes",
-    "Paced",
-    "Scene",
-    "count_all",
-    "held_bytes",
-    "memory_claims",
-    "prove_memory",
-    "take_marked_step",
-]
-
 FORWARD, BACKWARD, OVER = "the step's forward", "the step's backward", "the step is over"
 _WARM_UP_STEPS = 2
 _MORE = 1.01  # parameters are padded to equal slices, FSDP2's too
@@ -81,7 +67,7 @@ class CountedBytes:
 
 
 class Paced(WrappedComm):
-    """A communicator all of whose works are complete when issued, or only when waited for."""
+    """A communicator whose steps' works are complete when issued, or only when waited for."""
 
     def __init__(self, inner: Comm, at_once: bool):
         super().__init__(inner)
@@ -91,29 +77,14 @@ class Paced(WrappedComm):
         """Return one over the same ranks that is paced, too."""
         return Paced(super().duplicate(), self._at_once)
 
-    def block(self, size: int) -> Comm:
-        """Return one over a block of ranks that is paced, too."""
-        return Paced(super().block(size), self._at_once)
-
     def all_gather(self, *args: Any, **kwargs: Any) -> Work:
-        """See `Comm.all_gather`."""
         return self._paced(super().all_gather(*args, **kwargs))
 
     def reduce_scatter(self, *args: Any, **kwargs: Any) -> Work:
-        """See `Comm.reduce_scatter`."""
         return self._paced(super().reduce_scatter(*args, **kwargs))
 
     def all_reduce(self, *args: Any, **kwargs: Any) -> Work:
-        """See `Comm.all_reduce`."""
         return self._paced(super().all_reduce(*args, **kwargs))
-
-    def broadcast(self, *args: Any, **kwargs: Any) -> Work:
-        """See `Comm.broadcast`."""
-        return self._paced(super().broadcast(*args, **kwargs))
-
-    def all_to_all(self, *args: Any, **kwargs: Any) -> Work:
-        """See `Comm.all_to_all`."""
-        return self._paced(super().all_to_all(*args, **kwargs))
 
     def _paced(self, work: Work) -> Work:
         return _PacedWork(work, self._at_once)
@@ -181,13 +152,9 @@ _ENGINES: dict[str, Callable[[_BlockStack], nn.Module]] = {
 
 
 def prove_memory(scene: Scene, timeout_s: float) -> Section:
-    """Count all engines' bytes in a process of their own; ``timeout_s`` bounds it, in seconds.
-
-    Raises:
-        FullshardError: that process failed, or took longer.
-    """
+    """Count all engines' bytes in one process. Raises `FullshardError` if it fails or is late."""
     # The profiler writes to stderr, which is kept here for a failure.
-    program = f"from fullshard.prove.memory import *; print(count_all({scene!r}))"
+    program = f"from fullshard.prove.memory import Scene, count_all; print(count_all({scene!r}))"
     held = {
         name: CountedBytes(**each)
         for name, each in json.loads(ask_python(["-c", program], timeout_s)).items()

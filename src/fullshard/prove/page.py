@@ -14,8 +14,6 @@ from rich.text import Text
 from fullshard.prove.claims import Section, Verdict, verdict_of
 from fullshard.prove.provenance import Provenance
 
-__all__ = ["NOT_PROVED", "Proof", "print_proof", "write_proof"]
-
 NOT_PROVED = (
     "Nothing here ran on a GPU: not NCCL, not CUDA's streams, no kernel of a device. The check of "
     "their order is a simulation.",
@@ -32,10 +30,7 @@ _COLOURS: dict[Verdict, str] = {"holds": "green", "fails": "bold red", "not prov
 
 @dataclass(frozen=True)
 class Proof:
-    """All sections and what they are bound to; ``took_s`` is the time of the whole, in seconds.
-
-    ``skipped`` are the sections that were not tried.
-    """
+    """All sections, those ``skipped``, and what they are bound to; ``took_s`` is of the whole."""
 
     bound_to: Provenance
     sections: tuple[Section, ...]

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from fullshard.core.errors import FullshardError
 
-__all__ = ["ask_python"]
-
 _SOURCES = Path(__file__).resolve().parents[2]
 
 

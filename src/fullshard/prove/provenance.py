@@ -14,8 +14,6 @@ import torch
 
 from fullshard.core.tested import installed_version
 
-__all__ = ["Provenance", "checkout", "provenance"]
-
 _PACKAGE = Path(__file__).resolve().parents[1]
 _LIBRARIES = ("fullshard", "torch", "numpy")
 

@@ -14,8 +14,6 @@ from fullshard.prove.claims import Claim, Section
 from fullshard.prove.processes import ask_python
 from fullshard.prove.provenance import checkout
 
-__all__ = ["prove_order", "simulation_claims"]
-
 _TITLE = "Order on a device: races, waits, deliberate faults"
 _HOW = (
     "tests/device runs the engine itself on a simulated CUDA device, with streams, events, NCCL's "

@@ -28,8 +28,6 @@ from fullshard.torch import FullyShardedDataParallel, MixedPrecisionPolicy, full
 from fullshard.train.torch.models import GPT, Block
 from fullshard.wrap import ModuleWrapPolicy
 
-__all__ = ["ENGINES", "EngineRun", "Training", "train_on_local_ranks"]
-
 SEQUENCES, POSITIONS = 2, 64  # a micro-batch of a rank
 JOIN_S = 300.0
 
@@ -63,10 +61,6 @@ class EngineRun:
     distance: float
 
 
-def _ddp(model: nn.Module, training: Training) -> nn.Module:
-    return DistributedDataParallel(model)
-
-
 def _by_blocks(shard: Callable[..., Any], policy: Any) -> Callable[..., nn.Module]:
     def make(model: nn.Module, training: Training) -> nn.Module:
         # Where there is a GPU PyTorch's would take it, and the batches are on the host.
@@ -92,7 +86,7 @@ def _wrapped(strategy: ShardingStrategy) -> Callable[..., nn.Module]:
 
 
 ENGINES: dict[str, Callable[[nn.Module, Training], nn.Module]] = {
-    "DDP": _ddp,
+    "DDP": lambda model, _: DistributedDataParallel(model),
     "FSDP2": _by_blocks(torch_fsdp.fully_shard, torch_fsdp.MixedPrecisionPolicy),
     "fully_shard": _by_blocks(fully_shard, MixedPrecisionPolicy),
     "FullyShardedDataParallel": _wrapped(ShardingStrategy.FULL_SHARD),

@@ -26,25 +26,10 @@ from fullshard.report.record import (
 from fullshard.report.trace_events import write_trace_events
 
 __all__ = [
-    "AWAITED",
-    "Attempt",
-    "Facts",
-    "MemoryByOwner",
-    "RankRecord",
-    "RecordWriter",
-    "RecordedStep",
-    "RecordedUnit",
-    "RunRecord",
-    "TimedOp",
-    "TimedOps",
-    "TimedSpan",
-    "read_rank",
-    "read_run",
-    "record_path",
-    "recording",
-    "write_report",
-    "write_trace_events",
-]
+    "AWAITED", "Attempt", "Facts", "MemoryByOwner", "RankRecord", "RecordWriter", "RecordedStep",
+    "RecordedUnit", "RunRecord", "TimedOp", "TimedOps", "TimedSpan", "read_rank", "read_run",
+    "record_path", "recording", "write_report", "write_trace_events",
+]  # fmt: skip
 
 
 def write_report(folder: str | Path) -> tuple[str, Path | None]:

@@ -19,8 +19,6 @@ from fullshard.report.summary import RunReport, report_of
 from fullshard.report.tables import tables_of
 from fullshard.report.trace_events import write_trace_events
 
-__all__ = ["main", "print_report"]
-
 _EXAMPLES = """\
 examples:
   fullshard report runs/gpt-nano                     the verdict and tables, as text
@@ -74,10 +72,7 @@ def _check_place(path: Path | None) -> None:
 
 
 def print_report(report: RunReport, console: Console, other: RunReport | None = None) -> None:
-    """Print a report, and with ``other`` what has changed since that run.
-
-    The first line is the verdict. Names are printed as they are, markup and all.
-    """
+    """Print a report, its verdict first; with ``other`` what has changed since that run."""
     colour = "bold red" if report.diagnoses else "bold green"
     console.print(Text(report.verdict, colour), soft_wrap=True)
     for number, each in enumerate(report.diagnoses):

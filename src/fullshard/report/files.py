@@ -30,8 +30,6 @@ from fullshard.report.record import (
     TimedSpan,
 )
 
-__all__ = ["RecordWriter", "age_of_process_s", "read_rank", "read_run", "record_path"]
-
 VERSION = 1
 _LIMIT_BYTES = 32 * 2**20
 _LINE_BYTES = 64 * 2**20  # no line is longer; what is was not written here
@@ -92,10 +90,7 @@ class RecordWriter:
         self._line("span", _rounded(span))
 
     def leave(self, what: str, text: str) -> None:
-        """Leave a text for people beside the record: ``waits-rank-00003.txt``, one behind others.
-
-        ``what`` is "waits" or "memory".
-        """
+        """Append a text for people to ``waits-rank-00003.txt``; ``what`` is "waits" or "memory"."""
         path = self.path.with_name(f"{what}-{self.path.stem}.txt")
         with path.open("a", encoding="utf-8", errors="backslashreplace") as file:
             file.write(text[:_TEXT_CHARACTERS] + "\n\n")
@@ -156,10 +151,7 @@ def age_of_process_s() -> float:
 
 
 def read_run(folder: str | Path) -> RunRecord:
-    """Read the records that a run has left in ``folder``; what cannot be read is left out.
-
-    Raises `ConfigurationError` if there is none, or none can be read.
-    """
+    """Read the records in ``folder``, as far as it goes. Raises `ConfigurationError` for none."""
     ranks: dict[int, RankRecord] = {}
     unread: list[ConfigurationError] = []
     for path in sorted((Path(folder) / "trace").glob("rank-*.jsonl")):
@@ -171,16 +163,14 @@ def read_run(folder: str | Path) -> RunRecord:
                 ranks[record.rank] = record
             except ConfigurationError as error:
                 unread.append(error)
+    if not ranks and unread:
+        raise unread[0]
     if not ranks:
-        raise (unread or [_nothing_in(folder)])[0]
+        raise ConfigurationError(
+            f"{str(folder)!r} holds no record: expected trace/rank-00000.jsonl in it, as "
+            "fullshard train and fullshard.report.recording write it"
+        )
     return RunRecord(ranks, tuple(map(str, unread)))
-
-
-def _nothing_in(folder: str | Path) -> ConfigurationError:
-    return ConfigurationError(
-        f"{str(folder)!r} holds no record: expected trace/rank-00000.jsonl in it, as "
-        "fullshard train and fullshard.report.recording write it"
-    )
 
 
 def read_rank(path: str | Path) -> RankRecord:

@@ -24,19 +24,9 @@ from fullshard.report.replay import (
     setting_of,
 )
 
-__all__ = ["CAUSES", "Diagnosis", "diagnose"]
-
 CAUSES = (
-    "slow link",
-    "slow rank in forward",
-    "slow rank in backward",
-    "slow rank",
-    "slow data",
-    "host-bound",
-    "needless copies",
-    "bad prefetch",
-    "bad wrapping",
-    "checkpoint stall",
+    *("slow link", "slow rank in forward", "slow rank in backward", "slow rank", "slow data"),
+    *("host-bound", "needless copies", "bad prefetch", "bad wrapping", "checkpoint stall"),
     "memory near its limit",
 )
 """All that can be the matter."""
@@ -88,7 +78,8 @@ class Diagnosis:
 
 def diagnose(measured: MeasuredRun) -> list[Diagnosis]:
     """Return what limits a run, the costliest first; of a run's first steps memory alone."""
-    seekers: Sequence[Callable[[MeasuredRun], Iterator[Diagnosis]]] = (
+    seekers: Sequence[Callable[[MeasuredRun], Iterator[Diagnosis]]]
+    seekers = (
         _slow_ranks,
         _stalls,
         _slow_data,
@@ -159,12 +150,7 @@ def _slow_phase(measured: MeasuredRun, rank: int, main: str, cost_s: float) -> D
 
 
 def _slow_rank(
-    measured: MeasuredRun,
-    rank: int,
-    cause: str,
-    where: str,
-    cost_s: float,
-    unit: str | None = None,
+    measured: MeasuredRun, rank: int, cause: str, where: str, cost_s: float, unit: str | None = None
 ) -> Diagnosis:
     waited_s = measured.waited_for(rank)
     others = "the others wait" if len(measured.ranks) > 2 else "the other one waits"

@@ -9,8 +9,6 @@ from fullshard.report.measure import EXPOSED, MeasuredRun
 from fullshard.report.record import Attempt, RecordedStep, RunRecord
 from fullshard.report.shares import Bid, deal, summed_shares
 
-__all__ = ["GOOD", "WallTime", "goodput"]
-
 _CAUSES = {"fetch": "copies", "evict": "copies", "issue": "exposed communication"}
 GOOD = ("forward", "backward", "optimizer", "step")  # the last where one call does all
 """The shares that bring a model forward; all others are badput, by cause."""

@@ -26,18 +26,6 @@ from fullshard.report.record import (
 )
 from fullshard.report.shares import Share, shares_of, summed_shares
 
-__all__ = [
-    "EXPOSED",
-    "Figure",
-    "MeasuredRun",
-    "TimedCollective",
-    "Waits",
-    "Wanted",
-    "current_attempts",
-    "measure",
-    "pairs_of",
-]
-
 EXPOSED = tuple(AWAITED)
 """The shares in which computation waits for communication."""
 
@@ -137,7 +125,6 @@ class MeasuredRun:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks, in order."""
         return tuple(self.attempts)
 
     @property
@@ -147,12 +134,10 @@ class MeasuredRun:
 
     @property
     def units(self) -> Sequence[RecordedUnit]:
-        """The units of the model."""
         return self.first.facts.units
 
     @property
     def looked_at(self) -> tuple[int, ...]:
-        """The numbers of the steps looked at."""
         return tuple(next(iter(self.sums.values())))
 
     @property
@@ -391,10 +376,7 @@ def _sums(
     common: Sequence[int],
     shares: Mapping[int, Mapping[int, Mapping[Share, float]]],
 ) -> Mapping[int, Mapping[int, Mapping[Share, float]]]:
-    """Return the shares of steps without units: by their sums, or by ops where only these tell.
-
-    The sums of a device's steps have spans alone.
-    """
+    """Return steps' shares without units: by sums, or by ops where sums have spans alone."""
     most = max(3, _MOST_SUMS // len(by_number))
     steady = (common[_WARM_UP:] or common[-1:])[-most:]
     told = all(

@@ -26,8 +26,6 @@ from fullshard.report.shares import Bid, deal
 from fullshard.report.summary import RunReport
 from fullshard.report.tables import tables_of
 
-__all__ = ["draw_report", "write_page"]
-
 # Colours that stay apart for colour-blind readers (Okabe and Ito 2008).
 _COLOURS = {
     "forward": "#0072b2",
@@ -57,10 +55,7 @@ class _Chart:
 
 
 def write_page(report: RunReport, path: Path, other: RunReport | None = None) -> None:
-    """Write the page of a report, and with ``other`` what has changed since that run.
-
-    Names of units and spans are text on it, whatever they contain.
-    """
+    """Write a report's page, with ``other`` what has changed since; all names are plain text."""
     charts = [chart for draw in _CHARTS for chart in draw(report.measured)]
     charts.append(_wall_time(report))
     environment = Environment(
@@ -385,10 +380,7 @@ _CHARTS = (_gantt, _all_ranks, _exposed, _memory, _progress)
 
 
 def draw_report(report: RunReport, path: Path) -> None:
-    """Draw a step and its exposed units as a picture; the suffix of ``path`` says its format.
-
-    Raises `ConfigurationError` for a suffix that matplotlib does not know.
-    """
+    """Draw a step and its exposed units. Raises `ConfigurationError` for an unknown suffix."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - half a second, for pages in vain
 
     measured = report.measured

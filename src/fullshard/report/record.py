@@ -13,22 +13,6 @@ from typing import Any, Literal, NamedTuple
 
 from fullshard.core.trace import Trace, TraceRecord
 
-__all__ = [
-    "AWAITED",
-    "Attempt",
-    "Facts",
-    "Lane",
-    "MemoryByOwner",
-    "RankRecord",
-    "RecordedStep",
-    "RecordedUnit",
-    "RunRecord",
-    "TimedOp",
-    "TimedOps",
-    "TimedSpan",
-    "lane_of",
-]
-
 Lane = Literal["compute", "communication", "copy"]
 
 _LANES: Mapping[str, Lane] = {
@@ -260,10 +244,7 @@ class RankRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """The records of all ranks of a run that have left one, by rank.
-
-    ``unread`` says of other files why they cannot be read.
-    """
+    """The records of a run, by rank; ``unread`` says of other files why they cannot be read."""
 
     ranks: Mapping[int, RankRecord]
     unread: tuple[str, ...] = ()

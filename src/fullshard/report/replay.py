@@ -19,17 +19,6 @@ from fullshard.report.measure import EXPOSED, MeasuredRun, TimedCollective, Want
 from fullshard.report.record import AWAITED, RecordedStep, TimedOp, lane_of
 from fullshard.report.shares import Share, parts_of
 
-__all__ = [
-    "Costs",
-    "RankWork",
-    "Setting",
-    "as_exposed",
-    "costs_of",
-    "events_of",
-    "replay",
-    "setting_of",
-]
-
 
 @dataclass(frozen=True)
 class RankWork:
@@ -73,10 +62,7 @@ class Setting:
 def replay(
     events: Sequence[Event], setting: Setting, costs: Costs, begin_s: Sequence[float] = ()
 ) -> list[list[TimedOp]]:
-    """Return the ops of all ranks, which begin at ``begin_s`` (all at 0); sizes are not filled in.
-
-    All are in seconds.
-    """
+    """Return all ranks' ops, which begin at ``begin_s`` (all at 0), in seconds, without sizes."""
     ranks = range(len(costs.work))
     now, link_s = list(begin_s) or [0.0 for _ in ranks], 0.0
     ops: list[list[TimedOp]] = [[] for _ in ranks]

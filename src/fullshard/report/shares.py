@@ -13,8 +13,6 @@ from typing import NamedTuple
 
 from fullshard.report.record import RecordedStep
 
-__all__ = ["Bid", "Portion", "Share", "deal", "parts_of", "shares_of", "summed_shares"]
-
 Share = tuple[str, int | None]
 """Something that takes time: an op or span, and the number of its unit, if it has one."""
 

@@ -15,16 +15,6 @@ from fullshard.report.goodput import GOOD, WallTime, goodput
 from fullshard.report.measure import EXPOSED, Figure, MeasuredRun, Wanted, measure
 from fullshard.report.record import RunRecord
 
-__all__ = [
-    "FigureChange",
-    "RunReport",
-    "compare",
-    "figures",
-    "judge",
-    "planned",
-    "report_of",
-]
-
 _ENOUGH = 2  # steps beyond the first ones
 
 
@@ -101,10 +91,7 @@ def _finite(figure: Figure) -> dict[str, float | None]:
 
 
 def report_of(folder: str | Path) -> RunReport:
-    """Read and judge the record in ``folder``.
-
-    Raises `ConfigurationError` if there is none, or one without steps.
-    """
+    """Read and judge the record in ``folder``. Raises `ConfigurationError` if it has no steps."""
     return judge(read_run(folder))
 
 

@@ -9,8 +9,6 @@ from fullshard.core.text import bytes_text, seconds_text
 from fullshard.report.measure import EXPOSED, Wanted
 from fullshard.report.summary import RunReport, compare, figures, planned
 
-__all__ = ["ReportTable", "tables_of"]
-
 _ROWS = 8
 
 

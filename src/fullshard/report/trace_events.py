@@ -8,8 +8,6 @@ from typing import Any
 
 from fullshard.report.record import Attempt, RecordedStep, RunRecord, TimedOp
 
-__all__ = ["write_trace_events"]
-
 # Complete events ("X") of a track must lie within each other, so those that need not are apart.
 _TRACKS = ("steps", "forward", "backward", "waits", "memory")
 _MEMORY = ("parameters", "gradients", "optimizer", "gathered", "gradient_buffers", "activations")

@@ -44,99 +44,21 @@ from fullshard.torch.sharding.summon import summon_full_params
 from fullshard.torch.state.weights_file import load_full_weights, save_full_weights
 from fullshard.torch.tensor.parameter import ShardedParameter
 
-# Names beside those of __all__; "as" says to type checkers that they are public, too.
-from fullshard.torch.fsdp1 import (  # isort: skip
-    BackwardPrefetch as BackwardPrefetch,
-    FlatParameter as FlatParameter,
-    FullOptimStateDictConfig as FullOptimStateDictConfig,
-    FullStateDictConfig as FullStateDictConfig,
-    LocalOptimStateDictConfig as LocalOptimStateDictConfig,
-    LocalStateDictConfig as LocalStateDictConfig,
-    OptimStateDictConfig as OptimStateDictConfig,
-    OptimStateKeyType as OptimStateKeyType,
-    ShardedOptimStateDictConfig as ShardedOptimStateDictConfig,
-    ShardedStateDictConfig as ShardedStateDictConfig,
-    StateDictConfig as StateDictConfig,
-    StateDictSettings as StateDictSettings,
-    StateDictType as StateDictType,
-)
-from fullshard.torch.fsdp2 import (  # isort: skip
-    DataParallelMeshDims as DataParallelMeshDims,
-    FSDPGrad as FSDPGrad,
-    OffloadPolicy as OffloadPolicy,
-    StackedExperts as StackedExperts,
-    UnshardHandle as UnshardHandle,
-    register_fsdp_forward_method as register_fsdp_forward_method,
-    share_comm_ctx as share_comm_ctx,
-)
-from fullshard.torch.inspection import (  # isort: skip
-    Bytes as Bytes,
-    Communication as Communication,
-    Counted as Counted,
-    DescribedParameter as DescribedParameter,
-    DescribedUnit as DescribedUnit,
-    Description as Description,
-    MemoryOfRank as MemoryOfRank,
-    MemoryOfRanks as MemoryOfRanks,
-    MemorySummary as MemorySummary,
-    RecordingCallback as RecordingCallback,
-    RestingBytes as RestingBytes,
-    RunRecording as RunRecording,
-    Trace as Trace,
-    communication as communication,
-    describe as describe,
-    memory_of_rank as memory_of_rank,
-    memory_of_ranks as memory_of_ranks,
-    memory_summary as memory_summary,
-    recording as recording,
-    resting_bytes as resting_bytes,
-)
-from fullshard.torch.checkpoint import (  # isort: skip
-    Background as Background,
-    Keep as Keep,
-    Loaded as Loaded,
-    RunFolder as RunFolder,
-    Saving as Saving,
-)
-from fullshard.torch.capture import (  # isort: skip
-    CapturedStep as CapturedStep,
-)
-from fullshard.torch.comm.uneven_inputs import (  # isort: skip
-    any_rank as any_rank,
-    pad_to_longest as pad_to_longest,
-)
+# Names beside those of __all__; a star and "as" say to type checkers that they are public, too.
+from fullshard.torch.fsdp1 import *  # isort: skip # noqa: F403
+from fullshard.torch.fsdp2 import *  # isort: skip # noqa: F403
+from fullshard.torch.inspection import *  # isort: skip # noqa: F403
+from fullshard.torch.checkpoint import *  # isort: skip # noqa: F403
+from fullshard.torch.capture import CapturedStep as CapturedStep  # isort: skip
+from fullshard.torch.comm.uneven_inputs import any_rank as any_rank  # isort: skip
+from fullshard.torch.comm.uneven_inputs import pad_to_longest as pad_to_longest  # isort: skip
 
 __all__ = [
-    "CPUOffload",
-    "CPUOffloadPolicy",
-    "CommunicationCompression",
-    "FSDPModule",
-    "FullyShardedDataParallel",
-    "MixedPrecision",
-    "MixedPrecisionPolicy",
-    "ShardedGradScaler",
-    "ShardedParameter",
-    "ShardingStrategy",
-    "WholeMatrices",
-    "capture_step",
-    "clip_grad_norm_",
-    "exchange_matrices",
-    "fully_shard",
-    "inspection",
-    "keep_for_double_backward",
-    "load_checkpoint",
-    "load_full_weights",
-    "mark_optional",
-    "overlap_optimizer",
-    "reduce_once",
-    "save_checkpoint",
-    "save_full_weights",
-    "set_prefetch",
-    "set_separate_reduce_scatter_group",
-    "shard_experts",
-    "stop_together",
-    "summon_full_params",
-    "tracing",
-    "use_memory_pool",
-    "using",
-]
+    "CPUOffload", "CPUOffloadPolicy", "CommunicationCompression", "FSDPModule",
+    "FullyShardedDataParallel", "MixedPrecision", "MixedPrecisionPolicy", "ShardedGradScaler",
+    "ShardedParameter", "ShardingStrategy", "WholeMatrices", "capture_step", "clip_grad_norm_",
+    "exchange_matrices", "fully_shard", "inspection", "keep_for_double_backward", "load_checkpoint",
+    "load_full_weights", "mark_optional", "overlap_optimizer", "reduce_once", "save_checkpoint",
+    "save_full_weights", "set_prefetch", "set_separate_reduce_scatter_group", "shard_experts",
+    "stop_together", "summon_full_params", "tracing", "use_memory_pool", "using",
+]  # fmt: skip

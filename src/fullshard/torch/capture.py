@@ -24,8 +24,6 @@ from fullshard.torch.comm.watch.watchdog import Watchdog
 from fullshard.torch.step.managed import ManagedUnit, managed_units
 from fullshard.torch.step.tracker import Tracker, ensure_tracker
 
-__all__ = ["CapturedStep", "capture_step"]
-
 T = TypeVar("T")
 
 

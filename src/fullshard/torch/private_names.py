@@ -18,8 +18,6 @@ import torch
 from fullshard.core.errors import TorchVersionError
 from fullshard.core.tested import TESTED_TORCH
 
-__all__ = ["DROP_IN", "ENGINE", "OPTIONAL", "PROVE", "is_there", "require"]
-
 
 def _found_in(versions: tuple[str, ...], table: str) -> dict[str, tuple[str, ...]]:
     """Return the paths in a table, with ``versions`` each."""

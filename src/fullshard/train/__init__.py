@@ -3,5 +3,3 @@
 
 Import what you need from the submodules; this package loads none, so that ``--help`` is quick.
 """
-
-__all__: list[str] = []

@@ -17,24 +17,6 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.core.presets import training_flops_per_token, transformer
 from fullshard.core.text import did_you_mean
 
-__all__ = [
-    "CheckpointConfig",
-    "Config",
-    "DataConfig",
-    "LogConfig",
-    "ModelConfig",
-    "OptimConfig",
-    "ShardConfig",
-    "TrainConfig",
-    "check_world",
-    "describe_options",
-    "learning_rate",
-    "parse_overrides",
-    "resolve",
-    "to_toml",
-]
-
-
 _LIMITS = {
     "least": (operator.ge, "at least"),
     "most": (operator.le, "at most"),

@@ -26,24 +26,6 @@ from numpy.typing import NDArray
 from fullshard.core.errors import ConfigurationError
 from fullshard.train.config import Config
 
-__all__ = [
-    "Batch",
-    "Corpus",
-    "Dataset",
-    "DigitData",
-    "IllustratedData",
-    "TextData",
-    "load",
-    "load_digits",
-    "permuted",
-    "python_corpus",
-    "rank_slice",
-    "read_corpus",
-    "sample_at",
-    "samples_of_step",
-    "split_by_file",
-]
-
 Batch = tuple[NDArray[Any], ...]  # inputs, of which there may be several, and targets
 
 _SEPARATOR = b"\x00"  # between files; source and text hold no zero byte
@@ -169,10 +151,7 @@ class TextData:
 
 @dataclass(frozen=True)
 class DigitData:
-    """Images, float32 (n, 1, 28, 28), and labels, int64 (n,).
-
-    The last ``validation_count`` are never trained on.
-    """
+    """Images, float32 (n, 1, 28, 28), and labels, int64 (n,), the last of them held back."""
 
     images: NDArray[np.float32]
     labels: NDArray[np.int64]
@@ -344,10 +323,7 @@ def read_corpus(paths: Iterable[str]) -> dict[str, bytes]:
 
 
 def load(config: Config) -> Dataset:
-    """Load the data that the settings name, alike on every rank; no rank asks another.
-
-    Raises `ConfigurationError` for a corpus that is missing, empty or too short.
-    """
+    """Load the settings' data, alike on all ranks. `ConfigurationError` if it is too short."""
     if config.model.name == "mnist":
         return load_digits(config.data.validation_samples)
     paths, held_back = config.data.paths, config.data.validation_paths

@@ -20,8 +20,6 @@ from fullshard.plan.step.script import write_script
 from fullshard.train.config import Config, check_world
 from fullshard.train.loggers import check_loggers
 
-__all__ = ["check_memory", "check_run", "needed_bytes", "way_to_fit"]
-
 
 def check_run(config: Config, ranks: int, on_host: int, device_bytes: int | None) -> None:
     """Refuse a batch that ``ranks`` ranks cannot share, a model that they cannot hold, and loggers
@@ -35,10 +33,7 @@ def check_run(config: Config, ranks: int, on_host: int, device_bytes: int | None
 
 
 def check_memory(config: Config, ranks: int, each_bytes: int) -> None:
-    """Refuse a run of ``ranks`` ranks that needs more than ``each_bytes`` of memory on each.
-
-    Raises `ConfigurationError` with what the planner expects.
-    """
+    """Refuse a run that by the planner needs more than ``each_bytes`` on each of its ranks."""
     needed = needed_bytes(config, ranks) if config.of_text else 0
     if needed > each_bytes:
         raise ConfigurationError(
@@ -50,10 +45,7 @@ def check_memory(config: Config, ranks: int, each_bytes: int) -> None:
 
 
 def needed_bytes(config: Config, ranks: int) -> int:
-    """Return the bytes of one rank at the peak of a step, without a device's context.
-
-    The tower of a vlm is not counted: its gpt has more than a hundred times as much.
-    """
+    """Return a rank's bytes at a step's peak, without context, or the small tower of a vlm."""
     forecast = _forecast(*_planned(config, ranks))
     return forecast.peak_bytes - forecast.peak["context and nccl"]
 

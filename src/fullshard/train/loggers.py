@@ -16,8 +16,6 @@ from typing import Any
 from fullshard.core.errors import ConfigurationError
 from fullshard.train.config import Config
 
-__all__ = ["Tell", "check_loggers", "logging_to"]
-
 Tell = Callable[[str, int, Mapping[str, float]], None]
 """Takes a kind of values ("train", "validation"), the number of steps done, values by name."""
 

@@ -24,8 +24,6 @@ from fullshard.train.run import TrainingRun
 from fullshard.train.signals import stop_request
 from fullshard.train.survival import FINISHED, RunCheckpoints, open_folder
 
-__all__ = ["conclude", "fit", "train", "train_step"]
-
 
 def train(run: TrainingRun) -> None:
     """Train, validate, report and save as the run's settings say. Collective.

@@ -20,23 +20,6 @@ from fullshard.train.config import resolve
 from fullshard.train.loggers import Tell
 from fullshard.train.run import BytesRow, TrainingRun, World
 
-__all__ = [
-    "PROMPT",
-    "NonFiniteError",
-    "Reporter",
-    "RunFolderError",
-    "Speed",
-    "bytes_table",
-    "introduce",
-    "new_run_folder",
-    "ranks_text",
-    "say_files",
-    "say_report",
-    "say_sample",
-    "turn_away",
-    "writing",
-]
-
 _GIB = 2**30
 PROMPT = b"def "  # what a sample of text begins with
 _AHEAD = 0.05  # of a step: what ranks wait more than the slowest does is worth a word
@@ -60,10 +43,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def new_run_folder(folder: str, name: str) -> Path:
-    """Make and return a folder that did not exist: ``name``, or ``name-2``, ``name-3``, ...
-
-    Raises `ConfigurationError` where none can be made.
-    """
+    """Make and return a folder that did not exist: ``name``, or ``name-2``, ``name-3``, ..."""
     number = 1
     while True:
         path = Path(folder, name if number == 1 else f"{name}-{number}")
@@ -167,10 +147,7 @@ class Reporter:
             tell(kind, step, values)
 
     def step(self, step: int, values: Mapping[str, float], token: str = "tokens") -> None:
-        """Record one training step, and show it if memory and rates are among its values.
-
-        ``token`` names what is counted, in the plural.
-        """
+        """Record a step, and show it if memory is told; ``token`` names what is counted."""
         self.record("train", step, values)
         if "memory_bytes" not in values:
             return
@@ -254,10 +231,7 @@ def introduce(run: TrainingRun, reporter: Reporter) -> None:
 
 
 def turn_away(choice: str, step: int, where: str, reporter: Reporter) -> None:
-    """Raise `NonFiniteError` for ``step`` (from 0) if ``choice`` is "stop", else say it is skipped.
-
-    ``where`` names the ranks or devices, as in "rank 0, 3".
-    """
+    """Raise `NonFiniteError` for ``step`` if ``choice`` is "stop", else say it is skipped."""
     what = f"step {step + 1}: loss or gradient is not finite on {where}"
     if choice == "stop":
         raise NonFiniteError(

@@ -14,8 +14,6 @@ from fullshard.plan.cluster.devices import device_of_driver
 from fullshard.train.config import Config
 from fullshard.train.data import Batch, Dataset
 
-__all__ = ["BytesRow", "NoRecord", "StepOutcome", "TrainingRun", "World"]
-
 BytesRow = tuple[str, int, int | None]  # purpose, bytes of a rank, of one unsharded process
 
 
@@ -37,10 +35,7 @@ class World(ABC):
 
     @abstractmethod
     def device_memory(self) -> tuple[int, int] | None:
-        """Return the most bytes used so far of this process's device, and how many it has.
-
-        None for one that uses the host's.
-        """
+        """Return the most bytes used of the device, and all of it; None if it uses the host's."""
 
     @abstractmethod
     def somewhere(self, *flags: bool) -> tuple[bool, ...]:
@@ -56,10 +51,7 @@ class World(ABC):
         return device.peak("bfloat16") if device else None
 
     def of_all(self, *values: float) -> list[list[float]]:
-        """Return the ``values`` of all ranks, in rank order; of one process by itself, its own.
-
-        Collective.
-        """
+        """Return the ``values`` of all ranks, in order; of one process its own. Collective."""
         return [list(values)]
 
     def memory_used(self) -> dict[str, int]:

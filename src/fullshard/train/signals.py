@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-__all__ = ["COME_AGAIN", "StopRequest", "leaving_at_once", "stop_request"]
-
 COME_AGAIN = 75  # exit status after a signal: saved, start it again (EX_TEMPFAIL of sysexits.h)
 
 
@@ -20,10 +18,7 @@ class StopRequest:
 
 @contextmanager
 def stop_request() -> Iterator[StopRequest]:
-    """Take SIGTERM (and SIGUSR1, SLURM's usual warning) as a wish to save and leave.
-
-    Outside of the main thread signals are left alone.
-    """
+    """Take SIGTERM and SIGUSR1 (SLURM's warning), in the main thread, as a wish to leave."""
     request = StopRequest()
 
     def note(number: int, _: object) -> None:

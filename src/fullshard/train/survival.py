@@ -19,25 +19,12 @@ from fullshard.train.metrics import Reporter, new_run_folder, writing
 from fullshard.train.run import TrainingRun, World
 from fullshard.train.signals import COME_AGAIN, StopRequest
 
-__all__ = [
-    "CHECKPOINTS",
-    "FINISHED",
-    "RunCheckpoints",
-    "SaveClock",
-    "folder_to_resume",
-    "forget_after",
-    "open_folder",
-]
-
 CHECKPOINTS = "checkpoints"  # the folder of a run that has its steps
 FINISHED = "model.safetensors"  # what a run leaves behind when it is done
 
 
 def open_folder(config: Config, world: World) -> Path | None:
-    """Make the run's folder on rank 0 and keep the settings there; None on the other ranks.
-
-    One that is to go on is there already.
-    """
+    """Make the run's folder, or take the one that goes on; None but on the first process."""
     if not world.is_first:
         return None
     resumed = folder_to_resume(config)
@@ -154,10 +141,7 @@ class RunCheckpoints:
         self._saving: Saving | None = None
 
     def resume(self) -> int:
-        """Load the newest step that is right, if there is one; return how many steps are done.
-
-        Raises `ConfigurationError` if steps of another batch lead there.
-        """
+        """Load the newest right step, if any; return the steps done. Refuses another batch's."""
         world, batch = self._run.world, self._run.config.train.batch
         there = world.is_first and bool(steps_in(Files(), Path(self._folder.path)))
         if not any(world.somewhere(there)):

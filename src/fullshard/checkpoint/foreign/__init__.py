@@ -5,10 +5,5 @@ from fullshard.checkpoint.foreign.safetensors_files import export_safetensors, i
 from fullshard.checkpoint.foreign.seals import SealReport, check_seal, is_sealed, seal
 
 __all__ = [
-    "SealReport",
-    "check_seal",
-    "export_safetensors",
-    "import_safetensors",
-    "is_sealed",
-    "seal",
-]
+    "SealReport", "check_seal", "export_safetensors", "import_safetensors", "is_sealed", "seal",
+]  # fmt: skip

@@ -23,8 +23,6 @@ from fullshard.core.safetensors_format import (
     header_of,
 )
 
-__all__ = ["export_safetensors", "import_safetensors"]
-
 INDEX = "model.safetensors.index.json"
 
 

@@ -19,8 +19,6 @@ from fullshard.checkpoint.loading import Progress
 from fullshard.core.errors import CheckpointError, ConfigurationError
 from fullshard.core.safetensors_format import FileWriter
 
-__all__ = ["SealReport", "check_seal", "is_sealed", "seal"]
-
 FORMAT = "fullshard-seal"
 VERSION = 1
 SEAL = "fullshard-seal.json"
@@ -106,7 +104,7 @@ def _compare(place: Path, size_bytes: int, checksums: list[str], progress: Progr
             )
         for number, chunk in enumerate(_chunks(place, progress)):
             if checksum_of(chunk) != checksums[number]:
-                span = (number * CHUNK_BYTES, number * CHUNK_BYTES + chunk.nbytes)
+                span = (number * CHUNK_BYTES, number * CHUNK_BYTES + len(chunk))
                 raise CheckpointError(
                     f"{place}: bytes {span[0]} to {span[1]} do not match their checksum: they have "
                     "changed since they were sealed",
@@ -154,20 +152,9 @@ def _names_below(target: Path) -> dict[str, Path]:
     }
 
 
-def _chunks(place: Path, progress: Progress | None) -> Iterator[memoryview]:
-    view = memoryview(bytearray(CHUNK_BYTES))
-    with place.open("rb", buffering=0) as file:
-        while True:
-            filled = 0
-            while filled < CHUNK_BYTES:
-                count = file.readinto(view[filled:])
-                if not count:
-                    break
-                filled += count
-            if not filled:
-                return
-            yield view[:filled]
+def _chunks(place: Path, progress: Progress | None) -> Iterator[bytes]:
+    with place.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
             if progress is not None:
-                progress(filled)
-            if filled < CHUNK_BYTES:
-                return
+                progress(len(chunk))

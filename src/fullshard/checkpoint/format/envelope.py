@@ -15,8 +15,6 @@ import xxhash
 
 from fullshard.core.errors import CheckpointError
 
-__all__ = ["checksum_of", "unwrap", "version_of", "wrap"]
-
 _HEAD = re.compile(
     rb'\{"format":"([a-z-]{1,40})","version":(\d{1,6}),"xxh3_128":"([0-9a-f]{32})","manifest":\n'
 )
@@ -35,10 +33,7 @@ def wrap(name: str, version: int, content: Any) -> bytes:
 
 
 def unwrap(data: bytes, name: str, version: int, path: Path) -> Any:
-    """The content of a file of format ``name`` in a version up to ``version``.
-
-    Raises `CheckpointError` if it is something else, newer, or damaged.
-    """
+    """The content of a file of format ``name``, up to ``version``. Raises `CheckpointError`."""
     head = _HEAD.match(data)
     if head is None or not data.endswith(_TAIL):
         raise _refusal(path, f"it is no {name}, or it is damaged")

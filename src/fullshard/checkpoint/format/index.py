@@ -12,8 +12,6 @@ from fullshard.core.boxes import Box
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.safetensors_format import Entry, entries_of
 
-__all__ = ["CHUNK_BYTES", "TABLE", "BoxPlace", "FileIndex", "chunk_count", "entry_name"]
-
 CHUNK_BYTES = 4 * 2**20
 TABLE = "fullshard/xxh3_128"  # the entry with the checksums of all chunks before it
 CHECKSUM_BYTES = 16
@@ -41,7 +39,6 @@ class BoxPlace:
     checksums: bytes
 
     def checksum(self, chunk: int) -> bytes:
-        """The XXH3-128 of a chunk."""
         return self.checksums[chunk * CHECKSUM_BYTES : (chunk + 1) * CHECKSUM_BYTES]
 
 
@@ -74,7 +71,6 @@ class FileIndex:
         return len(self._places)
 
     def find(self, name: str) -> BoxPlace | None:
-        """The place of the entry of that name."""
         place = self._places.get(name)
         if place is None:
             return None

@@ -30,13 +30,6 @@ from fullshard.core.boxes import Box
 from fullshard.core.errors import CheckpointError, ConfigurationError
 from fullshard.core.safetensors_format import DTYPE_BYTES, LARGEST_HEADER_BYTES
 
-__all__ = [
-    "LARGEST_MANIFEST_BYTES",
-    "MANIFEST",
-    "parse_manifest",
-    "render_manifest",
-]
-
 MANIFEST = "manifest.json"
 FORMAT = "fullshard-checkpoint"
 VERSION = 2
@@ -98,10 +91,7 @@ def _tensor_told(tensor: StoredTensor) -> dict[str, Any]:
 
 
 def parse_manifest(data: bytes, path: Path) -> Manifest:
-    """The manifest in ``data``, which was read from ``path``.
-
-    Raises `CheckpointError` if it is damaged, of a later version, or says what cannot be.
-    """
+    """The manifest in ``data``, read from ``path``. Raises `CheckpointError` for what cannot be."""
     body = unwrap(data, FORMAT, VERSION, path)
     try:
         parser = _Parser if version_of(data) > 1 else _ParserOfVersion1

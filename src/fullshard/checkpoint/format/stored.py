@@ -20,8 +20,6 @@ from fullshard.checkpoint.format.tiling import Tiling, boxes_of_part, part_count
 from fullshard.core.boxes import Box
 from fullshard.core.safetensors_format import DTYPE_BYTES
 
-__all__ = ["About", "Ancestor", "Manifest", "StoredBox", "StoredFile", "StoredTensor"]
-
 
 @dataclass(frozen=True)
 class StoredBox:
@@ -33,10 +31,7 @@ class StoredBox:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor: its boxes cover each of its elements exactly once.
-
-    They are ``listed``, or follow from ``tiling``.
-    """
+    """A tensor whose boxes, ``listed`` or by ``tiling``, cover each of its elements once."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -45,12 +40,10 @@ class StoredTensor:
 
     @property
     def item_bytes(self) -> int:
-        """Bytes of one element."""
         return DTYPE_BYTES[self.dtype]
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all elements."""
         return math.prod(self.shape) * self.item_bytes
 
     @property

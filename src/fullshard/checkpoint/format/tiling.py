@@ -16,21 +16,6 @@ from numpy.typing import NDArray
 
 from fullshard.core.boxes import Box, boxes_of_interval, intersection
 
-__all__ = [
-    "Run",
-    "Slicing",
-    "Tile",
-    "Tiling",
-    "boxes_of_part",
-    "flat_index",
-    "grid_tile",
-    "part_count",
-    "part_numels",
-    "parts_meeting",
-    "runs_of",
-    "why_no_rule",
-]
-
 
 @dataclass(frozen=True)
 class Slicing:

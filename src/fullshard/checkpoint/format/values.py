@@ -21,8 +21,6 @@ from typing import Any
 
 from fullshard.core.errors import ConfigurationError
 
-__all__ = ["from_json", "to_json"]
-
 Other = Callable[[Any], Any]
 _MOST_BITS = 2**13  # of a whole number: Python reads no longer ones from a text
 

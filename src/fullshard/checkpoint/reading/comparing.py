@@ -14,8 +14,6 @@ from fullshard.checkpoint.loading import Checkpoint, Progress
 from fullshard.checkpoint.reading.reads import in_parts, read_boxes
 from fullshard.checkpoint.shards import ShardReader
 
-__all__ = ["Difference", "compare", "same_content"]
-
 
 @dataclass(frozen=True)
 class Difference:

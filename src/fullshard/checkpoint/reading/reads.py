@@ -20,17 +20,6 @@ from fullshard.checkpoint.format.tiling import flat_index
 from fullshard.checkpoint.shards import ShardReader
 from fullshard.core.boxes import Box, boxes_of_interval, intersection
 
-__all__ = [
-    "ChunkRead",
-    "PlacedBox",
-    "carry_out",
-    "chunk_bytes",
-    "in_parts",
-    "read_boxes",
-    "reads_for",
-    "scratch_chunk",
-]
-
 PART_BYTES = 8 * 2**20
 _scratch = local()
 
@@ -146,16 +135,9 @@ def scratch_chunk(size_bytes: int) -> memoryview:
 
 
 def read_boxes(
-    reader: ShardReader,
-    name: str,
-    tensor: StoredTensor,
-    boxes: Sequence[Box],
-    target: memoryview,
+    reader: ShardReader, name: str, tensor: StoredTensor, boxes: Sequence[Box], target: memoryview
 ) -> None:
-    """Fill ``target`` with ``boxes`` of a tensor, one after the other, verified.
-
-    Raises `CheckpointError`.
-    """
+    """Fill ``target`` with verified ``boxes``, one after the other. Raises `CheckpointError`."""
     flat = numpy.frombuffer(target, numpy.uint8)
     for read in reads_for(tensor, boxes):
         size_bytes = chunk_bytes(tensor, read.stored, read.chunk)

@@ -16,8 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import TypeVar
 
-__all__ = ["RUN_BYTES", "in_streams", "thread_count"]
-
 RUN_BYTES = 64 * 2**20  # that a thread reads before it takes up something else
 MOST_THREADS = 4
 

@@ -1,4 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder of a run: its steps, which of them stay, who uses it."""
-
-__all__: list[str] = []

@@ -39,25 +39,9 @@ from pathlib import Path
 
 from fullshard.checkpoint.files import Files, read_whole, write_new
 from fullshard.checkpoint.format.envelope import checksum_of
-from fullshard.checkpoint.format.manifest import (
-    LARGEST_MANIFEST_BYTES,
-    MANIFEST,
-    parse_manifest,
-)
+from fullshard.checkpoint.format.manifest import LARGEST_MANIFEST_BYTES, MANIFEST, parse_manifest
 from fullshard.checkpoint.format.stored import Ancestor, Manifest
 from fullshard.core.errors import CheckpointError
-
-__all__ = [
-    "Staging",
-    "StepFolder",
-    "find_step",
-    "is_verified",
-    "left_overs",
-    "mark_verified",
-    "read_manifest",
-    "steps_in",
-    "steps_off_line",
-]
 
 VERIFIED = "verified"
 _STEP = re.compile(r"step-(\d{12,18})(?:\.([1-9]\d{0,8}))?")
@@ -75,10 +59,7 @@ class StepFolder:
 
 
 def steps_in(files: Files, run: Path) -> list[StepFolder]:
-    """The complete steps of a run, oldest first; none if the folder is not there.
-
-    Raises `CheckpointError` if it is there and cannot be read.
-    """
+    """The complete steps of a run, oldest first. Raises `CheckpointError` if it cannot be read."""
     try:
         names = files.names(run)
     except FileNotFoundError:

@@ -11,8 +11,6 @@ from fullshard.checkpoint.runs.retention import Keep
 from fullshard.checkpoint.streaming import BLOCK_BYTES
 from fullshard.core.errors import ConfigurationError
 
-__all__ = ["Background", "RunFolder", "run_folder"]
-
 
 @dataclass(frozen=True)
 class Background:

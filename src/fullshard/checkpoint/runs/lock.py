@@ -16,8 +16,6 @@ from pathlib import Path
 from fullshard.checkpoint.files import Files, OpenFile
 from fullshard.core.errors import CheckpointError
 
-__all__ = ["LOCK", "lock_run"]
-
 LOCK = ".lock"
 _MOST = 64  # folders that a process keeps locked; of more the ones that were used first are freed
 _locked: dict[tuple[int, str], OpenFile] = {}
@@ -25,11 +23,7 @@ _changing = threading.Lock()
 
 
 def lock_run(files: Files, run: Path) -> None:
-    """Lock ``run`` for this process until it ends; again is fine.
-
-    Raises `CheckpointError` that names the process which saves there, `OSError` if the file cannot
-    be made.
-    """
+    """Lock ``run`` until this process ends. Raises `CheckpointError` if another saves there."""
     path = run / LOCK
     key = (os.getpid(), os.path.realpath(path))  # a fork has no locks of its parent
     with _changing:

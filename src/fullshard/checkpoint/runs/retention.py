@@ -22,8 +22,6 @@ from fullshard.checkpoint.format.values import from_json
 from fullshard.checkpoint.runs.commit import StepFolder, is_verified, read_manifest, steps_in
 from fullshard.core.errors import CheckpointError, ConfigurationError
 
-__all__ = ["Keep", "apply_retention", "remove_entry", "steps_to_remove"]
-
 
 @dataclass(frozen=True)
 class Keep:

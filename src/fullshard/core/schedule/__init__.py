@@ -17,13 +17,6 @@ from fullshard.core.schedule.rules import (
 from fullshard.core.schedule.scheduler import Scheduler
 
 __all__ = [
-    "OF_PARAMETERS",
-    "Event",
-    "Moment",
-    "Op",
-    "OpKind",
-    "Scheduler",
-    "UnitPolicy",
-    "compile_step",
+    "OF_PARAMETERS", "Event", "Moment", "Op", "OpKind", "Scheduler", "UnitPolicy", "compile_step",
     "unit_policy",
-]
+]  # fmt: skip

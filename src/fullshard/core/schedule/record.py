@@ -15,8 +15,6 @@ from enum import Enum, auto
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
-__all__ = ["Event", "Followers", "Habits", "Moment", "first_of_backward", "turns", "upcoming"]
-
 
 class Moment(Enum):
     """An event of a unit in a step."""

@@ -37,8 +37,6 @@ from fullshard.core.layout import Layout
 from fullshard.core.schedule.record import Event, Moment, first_of_backward, turns, upcoming
 from fullshard.core.strategy import Prefetch
 
-__all__ = ["OF_PARAMETERS", "Op", "OpKind", "State", "UnitPolicy", "compile_step", "unit_policy"]
-
 
 class OpKind(Enum):
     """An action of the engine on a unit."""

@@ -31,9 +31,6 @@ from fullshard.core.schedule.record import (
 from fullshard.core.schedule.rules import Op, State, UnitPolicy
 from fullshard.core.strategy import Prefetch
 
-__all__ = ["Scheduler"]
-
-
 _STEP_END = Moment.STEP_END  # a member of an Enum is slow to look up
 _KEPT = 4  # records
 _ANY = 0

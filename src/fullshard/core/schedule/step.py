@@ -49,8 +49,6 @@ from typing import Any, TypeVar
 from fullshard.core.schedule.record import Event, Moment
 from fullshard.core.schedule.unit_step import Phase, UnitCall, UnitStep
 
-__all__ = ["StepMachine"]
-
 _event = cache(Event)
 # Members of an Enum are slow to look up.
 _FORWARD_BEGIN, _FORWARD_END = Moment.FORWARD_BEGIN, Moment.FORWARD_END

@@ -9,8 +9,6 @@ from typing import Any
 from fullshard.core.errors import UsageError
 from fullshard.core.schedule.record import Moment
 
-__all__ = ["CheckpointedFunction", "Phase", "UnitCall", "UnitStep"]
-
 
 class Phase(Enum):
     """The stages of a unit in a step.

@@ -1,4 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
 """The machine at hand measured for the planner: ``fullshard calibrate``."""
-
-__all__: list[str] = []

@@ -17,8 +17,6 @@ from fullshard.local_ranks import run_local_ranks
 from fullshard.plan.cluster.cluster import Device
 from fullshard.plan.record import corrected, device_toml, read_record
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit status."""

@@ -16,8 +16,6 @@ from fullshard.plan.cluster.devices import device_of_driver, fitted_constants
 from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.unit.buffers import FlatBuffer
 
-__all__ = ["calibrate", "link_of"]
-
 _LINK_BYTES = (1 << 20, 1 << 24)
 _BUFFER_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}  # more than a GPU's cache holds
 _PRODUCTS = {"cpu": 1, "cuda": 10}  # in a timed piece: a GPU takes a while to begin the first

@@ -1,4 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
 """Starts or joins ranks, times the engine's collectives between them, and judges the figures."""
-
-__all__: list[str] = []

@@ -14,17 +14,6 @@ import torch
 from fullshard.doctor.findings import Finding
 from fullshard.torch.comm.protocol import Comm, Parts, Work
 
-__all__ = [
-    "SIZES_BYTES",
-    "LinkTime",
-    "Links",
-    "RankClock",
-    "bus_bytes_per_s",
-    "check_links",
-    "measure_links",
-    "unit_bytes_for_most_bandwidth",
-]
-
 SIZES_BYTES = tuple(2**power for power in range(16, 27, 2))  # 64 KiB ... 64 MiB
 RING_BYTES = 4 * 2**20
 MOST = 0.8  # of the best bandwidth: what a unit should reach
@@ -163,10 +152,7 @@ def _work_s(device: torch.device) -> float:
 
 
 def unit_bytes_for_most_bandwidth(links: Links) -> int:
-    """Return the least measured size at which gathers and reduces reach MOST of their best.
-
-    The largest size where no size does.
-    """
+    """Return the least size that reaches MOST of the best rates; the largest where none does."""
     rates = [
         (
             bus_bytes_per_s(each.full_bytes, each.gather_s, links.ranks),

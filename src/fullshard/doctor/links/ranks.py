@@ -16,8 +16,6 @@ from fullshard.doctor.links.measure import Links, measure_links
 from fullshard.local_ranks import run_local_ranks
 from fullshard.torch.comm.process_group import ProcessGroupComm
 
-__all__ = ["joined", "measure_locally"]
-
 TIMEOUT_S = 60.0  # for a rank to appear, and for each collective
 
 
@@ -27,7 +25,8 @@ def joined() -> Iterator[tuple[ProcessGroupComm, torch.device, str]]:
 
     Collective. Raises `CommunicationError` if the ranks do not come together within TIMEOUT_S.
     """
-    device, backend = get_device(), _backend()
+    device = get_device()
+    backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
     try:
         join(backend, TIMEOUT_S)
     except RuntimeError as error:
@@ -37,28 +36,16 @@ def joined() -> Iterator[tuple[ProcessGroupComm, torch.device, str]]:
             f"rank {rank} of {size} could not join the others within {TIMEOUT_S:g} s: {first_line}"
         ) from error
     try:
-        yield _world(), device, backend
+        assert dist.group.WORLD is not None
+        yield ProcessGroupComm(dist.group.WORLD), device, backend
     finally:
         cleanup()
-
-
-def _world() -> ProcessGroupComm:
-    world = dist.group.WORLD
-    assert world is not None
-    return ProcessGroupComm(world)
-
-
-def _backend() -> str:
-    return "nccl" if torch.cuda.is_available() and dist.is_nccl_available() else "gloo"
 
 
 def measure_locally(
     nproc: int, sizes_bytes: Sequence[int], threads: int, timeout_s: float = 180.0
 ) -> Links:
-    """Start ``nproc`` ranks on this machine, measure between them, end them.
-
-    Raises `CommunicationError` if a rank fails, with its words, or if it takes ``timeout_s``.
-    """
+    """Measure between ``nproc`` ranks started here. Raises `CommunicationError` if one fails."""
     text = run_local_ranks(
         _measure_here, (tuple(sizes_bytes), threads), local_nproc(nproc), timeout_s
     )

@@ -8,8 +8,6 @@ from fullshard.core.tested import TESTED_TORCH
 from fullshard.doctor.findings import Finding, Severity
 from fullshard.doctor.machine.snapshot import Machine
 
-__all__ = ["MACHINE_CHECKS", "check_machine", "files_needed"]
-
 OLDEST_TORCH, NEWEST_TORCH = (
     tuple(map(int, TESTED_TORCH[place].split(".")[:2])) for place in (0, -1)
 )

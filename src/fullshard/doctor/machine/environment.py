@@ -9,8 +9,6 @@ from fullshard.doctor.findings import Finding, Severity
 from fullshard.doctor.machine.snapshot import Machine
 from fullshard.launchers import launcher_environment
 
-__all__ = ["check_environment"]
-
 
 def check_environment(machine: Machine) -> list[Finding]:
     """Findings about ``machine.environ``; empty if there is nothing to say."""
@@ -76,10 +74,6 @@ def _is_on(value: str) -> bool:
     return value.strip().lower() not in ("", "0", "false", "no", "off")
 
 
-def _is_off(value: str) -> bool:
-    return not _is_on(value)
-
-
 class _Switch(NamedTuple):
     """A variable, by its names, the values that are worth a finding, and the finding's texts."""
 
@@ -96,13 +90,9 @@ _SWITCHES = (
         "NCCL_P2P_DISABLE",
         "GPUs of one host exchange data through host memory, at a fraction of the bandwidth.",
     ),
+    _Switch("NCCL_SHM_DISABLE", "GPUs without peer access exchange data through sockets."),
     _Switch(
-        "NCCL_SHM_DISABLE",
-        "GPUs without peer access exchange data through sockets.",
-    ),
-    _Switch(
-        "NCCL_IB_DISABLE",
-        "Hosts exchange data over TCP, even where there is InfiniBand or RoCE.",
+        "NCCL_IB_DISABLE", "Hosts exchange data over TCP, even where there is InfiniBand or RoCE."
     ),
     _Switch(
         "CUDA_LAUNCH_BLOCKING",
@@ -115,7 +105,7 @@ _SWITCHES = (
     _Switch(
         "TORCH_NCCL_ASYNC_ERROR_HANDLING NCCL_ASYNC_ERROR_HANDLING",
         "A collective that fails or times out leaves the other ranks hanging for ever.",
-        _is_off,
+        lambda value: not _is_on(value),
     ),
     _Switch(
         "CUDA_DEVICE_MAX_CONNECTIONS",

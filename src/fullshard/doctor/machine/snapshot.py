@@ -18,17 +18,9 @@ import torch.distributed as dist
 from fullshard.core.tested import installed_version
 from fullshard.launchers import usable_cores
 
-__all__ = ["PACKAGES", "Gpu", "Machine", "Space", "facts", "read_machine"]
-
 PACKAGES = (
-    "torch",
-    "fullshard",
-    "numpy",
-    "safetensors",
-    "rich",
-    "transformers",
-    "accelerate",
-    "lightning",
+    *("torch", "fullshard", "numpy", "safetensors", "rich"),
+    *("transformers", "accelerate", "lightning"),
 )
 
 
@@ -136,18 +128,14 @@ def facts(machine: Machine) -> dict[str, str]:
     for name, space in (("/dev/shm", machine.shared_memory), ("disk", machine.disk)):
         if space is not None:
             known[name] = f"{_gib(space.free_bytes)} of {_gib(space.total_bytes)} free"
-    known["open files"] = _limit_text(machine.open_files)
-    locked = machine.locked_bytes
+    files, locked = machine.open_files, machine.locked_bytes
+    known["open files"] = "unlimited" if files is None else f"at most {files}"
     known["locked memory"] = "unlimited" if locked is None else _gib(locked)
     return known
 
 
 def _gib(size_bytes: int) -> str:
     return f"{size_bytes / 2**30:.2f} GiB"
-
-
-def _limit_text(limit: int | None) -> str:
-    return "unlimited" if limit is None else f"at most {limit}"
 
 
 def _addresses(host: str) -> tuple[str, ...]:

@@ -1,4 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
 """Choices among configurations."""
-
-__all__: list[str] = []

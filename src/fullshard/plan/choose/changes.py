@@ -14,8 +14,6 @@ from fullshard.plan.model.operations import Model
 from fullshard.plan.predict import Prediction, predict
 from fullshard.plan.run import Loss, Recompute, Run, Wrap
 
-__all__ = ["Answer", "Change", "parse_question", "smallest_change", "what_if"]
-
 _MOST = 3  # changes at once
 
 

@@ -19,8 +19,6 @@ from fullshard.plan.run import Loss, Run, Wrap
 from fullshard.plan.step.script import Script, Walked, write_script
 from fullshard.plan.step.units import PlannedUnit, units_of
 
-__all__ = ["Choice", "Rejected", "least_memory", "pareto", "search", "told_speed", "usable_bytes"]
-
 _REFINED = 4  # of the best, how many are tried with other units and prefetch
 _STEP = 0.01
 _USABLE = 0.95  # of a device's memory: fragments have the rest

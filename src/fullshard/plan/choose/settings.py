@@ -23,16 +23,6 @@ from fullshard.plan.run import (
     Wrap,
 )
 
-__all__ = [
-    "KEYS",
-    "Setup",
-    "choose_one",
-    "describe",
-    "offload_name",
-    "strategy_name",
-    "with_setting",
-]
-
 GIGABIT = 1e9 / 8
 
 PRECISIONS: Mapping[str, tuple[str, Precision]] = {

@@ -10,8 +10,6 @@ from fullshard.plan.choose.settings import OFFLOADS
 from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.run import Recompute, Run, Wrap
 
-__all__ = ["AXES", "SearchSpace", "with_batch"]
-
 AXES = ("strategy", "wrap", "micro_batch", "recompute", "offload", "prefetch", "replicas")
 """The settings that a search may choose."""
 

@@ -15,8 +15,6 @@ from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.cluster.devices import fitted_constants
 from fullshard.plan.step.prices import Group, gather_s
 
-__all__ = ["Weighed", "choose_wrapping", "weigh"]
-
 MOST_LATENCY = 0.1  # of the time of gathers: with more, units are too small for the link
 
 

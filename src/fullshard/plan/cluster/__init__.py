@@ -1,4 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
 """Devices and links as data."""
-
-__all__: list[str] = []

@@ -6,8 +6,6 @@ from dataclasses import dataclass
 
 from fullshard.core.errors import ConfigurationError, check_whole
 
-__all__ = ["Cluster", "Constants", "Device", "Link"]
-
 
 @dataclass(frozen=True)
 class Link:

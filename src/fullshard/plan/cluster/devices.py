@@ -14,17 +14,6 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.core.text import did_you_mean
 from fullshard.plan.cluster.cluster import Cluster, Constants, Device, Link
 
-__all__ = [
-    "Constants",
-    "cluster_of",
-    "device_names",
-    "device_of_driver",
-    "fitted_constants",
-    "fitted_runs",
-    "fitted_spread",
-    "named_device",
-]
-
 
 def _text(name: str) -> str:
     return resources.files("fullshard.plan.cluster").joinpath(name).read_text("utf-8")

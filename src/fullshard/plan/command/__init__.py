@@ -1,4 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command ``fullshard plan``."""
-
-__all__: list[str] = []

@@ -18,8 +18,6 @@ from fullshard.plan.model.named import MODEL_NAMES
 from fullshard.plan.model.operations import Model
 from fullshard.plan.run import Run
 
-__all__ = ["Asked", "parse"]
-
 
 def _listed(what: str, names: Iterable[str]) -> str:
     return textwrap.fill(f"{what}: {', '.join(names)}", 78, break_on_hyphens=False)

@@ -13,8 +13,6 @@ from fullshard.plan.command.recipe import code_of
 from fullshard.plan.predict import Prediction
 from fullshard.plan.run import Recompute, Run
 
-__all__ = ["answers_data", "choice_data", "prediction_data", "train_settings"]
-
 
 def prediction_data(prediction: Prediction, tokens: float = 0.0) -> dict[str, Any]:
     """One prediction as plain data; times in seconds, sizes in bytes."""

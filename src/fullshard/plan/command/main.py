@@ -22,8 +22,6 @@ from fullshard.plan.pictures import draw_memory, draw_scaling, draw_streams, wri
 from fullshard.plan.predict import Prediction, predict
 from fullshard.plan.scale import ScalePoint
 
-__all__ = ["main"]
-
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; returns the exit status."""

@@ -6,8 +6,6 @@ from fullshard.plan.model.decoder import Decoder
 from fullshard.plan.predict import Prediction
 from fullshard.plan.run import Recompute, Run, Wrap
 
-__all__ = ["code_of"]
-
 
 def code_of(prediction: Prediction, *, fsdp2: bool = False) -> str:
     """Write the wrapper's arguments, or with ``fsdp2`` calls of ``fully_shard``."""

@@ -11,8 +11,6 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.plan.predict import Prediction
 from fullshard.plan.scale import Crossover, ScalePoint, scaling_curve, where_hybrid_wins
 
-__all__ = ["scale_data", "scaled", "show_scale"]
-
 
 def scaled(best: Prediction) -> tuple[tuple[ScalePoint, ...], Crossover | None]:
     """The run of ``best`` from 8 to 16,384 devices, and where FULL_SHARD loses to HYBRID_SHARD.

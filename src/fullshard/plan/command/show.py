@@ -21,8 +21,6 @@ from fullshard.plan.predict import Prediction
 from fullshard.plan.run import Loss, Run
 from fullshard.plan.step.interval import Unknown
 
-__all__ = ["show_answers", "show_change", "show_choice"]
-
 _BAR = 24
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "white", "bright_black")
 

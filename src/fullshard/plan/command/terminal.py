@@ -21,8 +21,6 @@ from fullshard.plan.pictures import (
 )
 from fullshard.plan.step.clock import Busy
 
-__all__ = ["print_memory", "print_streams"]
-
 _LETTERS = dict(zip(CATEGORY_COLOURS, "CPOGUALS", strict=True))
 _SIGNS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _MARGIN = 11

@@ -11,8 +11,6 @@ from fullshard.core.schedule.unit_step import UnitCall, UnitStep
 from fullshard.plan.measured.recording import MarkKind, StepMark, StepRecording
 from fullshard.plan.step.units import PlannedUnit
 
-__all__ = ["RecordingFeeder"]
-
 _T = TypeVar("_T")
 _OUTERMOST = 0  # the graph task in which all others run
 

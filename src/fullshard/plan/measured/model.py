@@ -21,8 +21,6 @@ from fullshard.plan.run import Run
 from fullshard.plan.step.script import Act, ActMemory, Pass, Walk
 from fullshard.plan.step.units import PlannedUnit
 
-__all__ = ["MeasuredModel"]
-
 
 @dataclass(frozen=True)
 class MeasuredModel:

@@ -17,16 +17,6 @@ from typing import Any, NamedTuple
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec
 
-__all__ = [
-    "MarkKind",
-    "MemoryUse",
-    "RecordedCall",
-    "RecordedOp",
-    "StepMark",
-    "StepRecording",
-    "WatchedInput",
-]
-
 
 class MarkKind(Enum):
     """The subject of a mark in a recording; ``number`` of the mark counts calls, blocks, ..."""

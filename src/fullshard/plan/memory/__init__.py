@@ -11,11 +11,6 @@ from fullshard.plan.memory.forecast import (
 from fullshard.plan.memory.resting import RestingMemory, resting_memory
 
 __all__ = [
-    "CATEGORIES",
-    "MemoryForecast",
-    "RestingMemory",
-    "Sample",
-    "forecast_memory",
-    "memory_timeline",
+    "CATEGORIES", "MemoryForecast", "RestingMemory", "Sample", "forecast_memory", "memory_timeline",
     "resting_memory",
-]
+]  # fmt: skip

@@ -8,9 +8,6 @@ from fullshard.plan.model.operations import Kind, ModelCall, Operation
 from fullshard.plan.run import Engine, Recompute, Run
 from fullshard.plan.step.script import Act, ActMemory, Pass, Script
 
-__all__ = ["Activations"]
-
-
 Pair = tuple[int, int]
 """Bytes of activations, and of logits and loss."""
 

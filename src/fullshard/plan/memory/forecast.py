@@ -24,16 +24,6 @@ from fullshard.plan.model.operations import Model
 from fullshard.plan.run import Engine, OptimizerKernels, Run
 from fullshard.plan.step.script import Act, Pass, Script, offloaded_bytes
 
-__all__ = [
-    "CATEGORIES",
-    "MemoryForecast",
-    "Sample",
-    "forecast_memory",
-    "held_units",
-    "label_of",
-    "memory_timeline",
-]
-
 CATEGORIES = (
     "parameters",
     "gradients",

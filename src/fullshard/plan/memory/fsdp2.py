@@ -15,8 +15,6 @@ from fullshard.core.spec import item_bytes
 from fullshard.plan.run import Engine, Run
 from fullshard.plan.step.units import PlannedUnit
 
-__all__ = ["HeldByFSDP2"]
-
 
 class HeldByFSDP2(HeldUnits):
     """Units after some steps of FSDP2, in a later micro-batch if there are several.

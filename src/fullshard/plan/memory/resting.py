@@ -10,8 +10,6 @@ from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.run import OPTIMIZERS, Run
 from fullshard.plan.step.units import PlannedUnit
 
-__all__ = ["RestingMemory", "allocator_slack", "context_bytes", "resting_memory"]
-
 _STEP_COUNT_BYTES = {"adamw": 4, "adam": 4}
 """These count the steps of each parameter in a float32 beside their moments."""
 

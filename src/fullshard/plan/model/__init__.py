@@ -1,4 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models told without a framework: parameters and work."""
-
-__all__: list[str] = []

@@ -14,8 +14,6 @@ from fullshard.plan.model.decoder import Decoder
 from fullshard.plan.model.named import named_model
 from fullshard.plan.model.shape import Shape
 
-__all__ = ["ARCHITECTURES", "model_from_config", "read_model"]
-
 _LARGEST_BYTES = 4 << 20  # of a config.json; the largest in use are far below
 _TEXT = {"gemma3": "gemma3_text", "llama4": "llama4_text"}  # what reads text of models that see
 

@@ -11,8 +11,6 @@ from fullshard.plan.model.shape import Experts, HeadNorm, Norm, Shape, block_spe
 from fullshard.plan.model.work import Pricer
 from fullshard.plan.run import ONE_BY_ONE, ExpertKernel, Run, Wrap
 
-__all__ = ["Decoder", "with_lora"]
-
 # Of what memory reaches: 196,608 rows of 2,048 in bfloat16 on a B200 take 1.85 ms through PyTorch's
 # indexing_backward_kernel (pytorch/ao pull request 4623), which is 0.87 TB/s of 7.7.
 _ADDED_SHARE = 0.15

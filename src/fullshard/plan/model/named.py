@@ -12,8 +12,6 @@ from fullshard.core.text import did_you_mean
 from fullshard.plan.model.decoder import Decoder
 from fullshard.plan.model.shape import Shape, shape_of
 
-__all__ = ["MODEL_NAMES", "named_model"]
-
 _SIZES = ("layers", "width", "heads", "kv_heads", "hidden", "vocab", "context")
 
 

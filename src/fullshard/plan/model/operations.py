@@ -8,8 +8,6 @@ from typing import Protocol
 from fullshard.core.spec import ModelSpec
 from fullshard.plan.run import Run
 
-__all__ = ["Kind", "Model", "ModelCall", "Operation", "Workload"]
-
 
 class Kind(Enum):
     """The part of a device that an operation keeps busy."""

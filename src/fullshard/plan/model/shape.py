@@ -12,20 +12,6 @@ from fullshard.core.errors import ConfigurationError, check_whole
 from fullshard.core.presets import Transformer
 from fullshard.core.spec import ParamSpec
 
-__all__ = [
-    "NAMINGS",
-    "Experts",
-    "HeadNorm",
-    "Latent",
-    "Naming",
-    "Norm",
-    "Shape",
-    "block_specs",
-    "norm_specs",
-    "shape_of",
-]
-
-
 _MOST_LAYERS = 4096  # each is told by itself; the deepest in use have a few hundred
 
 

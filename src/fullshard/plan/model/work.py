@@ -7,8 +7,6 @@ from fullshard.core.spec import item_bytes
 from fullshard.plan.model.operations import Kind, Operation, Workload
 from fullshard.plan.run import AttentionKernel, Loss, Run
 
-__all__ = ["Pricer"]
-
 # Bytes that a score moves in forward and in backward: PyTorch's math kernel on a B200, in the table
 # that devices.toml names, and transformers' own attention on an H100 (benchmarks/data/measured).
 # And what is kept of it beside a softmax in float32: the eager one a cast to the values' dtype.

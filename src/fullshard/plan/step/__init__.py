@@ -1,4 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
 """One training step: its units, its script, its time."""
-
-__all__: list[str] = []

@@ -22,8 +22,6 @@ from fullshard.plan.step.prices import Group, gather_s, operation_s, reduce_all_
 from fullshard.plan.step.script import Act, Pass, Script, offloaded_bytes
 from fullshard.plan.step.units import PlannedUnit
 
-__all__ = ["Busy", "Step", "Timeline", "replay"]
-
 _SYSTEM_BYTES = 2**25  # from here on the C library gives memory back when it is released
 _WAIT_KERNELS = 4  # launched before the device, for which the host has waited, is busy again
 

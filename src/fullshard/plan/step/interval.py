@@ -13,20 +13,6 @@ from fullshard.plan.step.clock import Step
 from fullshard.plan.step.prices import masked_longer
 from fullshard.plan.step.script import Script
 
-__all__ = [
-    "ALMOST_FULL",
-    "Features",
-    "Interval",
-    "Unknown",
-    "by_distance",
-    "distance",
-    "ends",
-    "extrapolated",
-    "features_of",
-    "other_program",
-    "unknowns",
-]
-
 ALMOST_FULL = 0.93
 """Share of a device's memory: beyond, torch's allocator begins to return and retry."""
 # What a device may reach less than is assumed of it, as a share of the time that it computes. Of

@@ -7,8 +7,6 @@ from fullshard.plan.cluster.cluster import Cluster, Constants, Device
 from fullshard.plan.model.operations import Kind, Operation, Workload
 from fullshard.plan.run import ONE_BY_ONE, AttentionKernel, Run
 
-__all__ = ["Group", "exchange_s", "gather_s", "masked_longer", "operation_s", "reduce_all_s"]
-
 
 @dataclass(frozen=True)
 class Group:

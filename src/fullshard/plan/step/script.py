@@ -17,17 +17,6 @@ from fullshard.plan.model.operations import Model, ModelCall
 from fullshard.plan.run import ONE_BY_ONE, Run
 from fullshard.plan.step.units import PlannedUnit, units_of
 
-__all__ = [
-    "Act",
-    "ActMemory",
-    "Pass",
-    "Script",
-    "Walk",
-    "Walked",
-    "offloaded_bytes",
-    "write_script",
-]
-
 
 class Pass(Enum):
     """The direction of a call that is computed."""

@@ -13,8 +13,6 @@ from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.model.operations import Model
 from fullshard.plan.run import Run, Wrap
 
-__all__ = ["PlannedUnit", "shards_and_replicas", "unit_paths", "units_of"]
-
 
 @dataclass(frozen=True)
 class PlannedUnit:

@@ -7,11 +7,5 @@ from fullshard.torch.checkpoint.loading import load_checkpoint
 from fullshard.torch.checkpoint.saving import save_checkpoint
 
 __all__ = [
-    "Background",
-    "Keep",
-    "Loaded",
-    "RunFolder",
-    "Saving",
-    "load_checkpoint",
-    "save_checkpoint",
-]
+    "Background", "Keep", "Loaded", "RunFolder", "Saving", "load_checkpoint", "save_checkpoint",
+]  # fmt: skip

@@ -26,18 +26,6 @@ from fullshard.torch.state.tensor_classes import taken_apart
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.sites import clean_name
 
-__all__ = [
-    "Collected",
-    "Models",
-    "Optimizers",
-    "by_key",
-    "collect",
-    "entries_of_model",
-    "identity",
-    "name_of",
-    "names_of_parameters",
-]
-
 Models = nn.Module | Mapping[str, nn.Module]
 Optimizers = Optimizer | Mapping[str, Optimizer] | None
 
@@ -105,10 +93,7 @@ def collect(
 
 
 def entries_of_model(model: nn.Module) -> dict[str, Any]:
-    """Parameters, buffers and extra state by the names of the plain model's state dict.
-
-    They are the model's own tensors, not copies.
-    """
+    """The model's own parameters, buffers and extra state, by the names of the plain model."""
     held = _plain(model).state_dict(keep_vars=True)
     return {clean_name(name): value for name, value in held.items()}
 

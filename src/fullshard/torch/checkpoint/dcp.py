@@ -32,8 +32,6 @@ from fullshard.core.errors import CheckpointError, ConfigurationError
 from fullshard.torch.checkpoint.tensors import DTYPES, local_part, piece_of
 from fullshard.torch.checkpoint.values import decode, encode
 
-__all__ = ["export_dcp", "import_dcp"]
-
 _STATE = re.compile(r"optimizer\.state\.(.+)\.([A-Za-z_0-9]+)")
 _GROUP = re.compile(r"optimizer\.param_groups\.(.+)\.([A-Za-z_0-9]+)")
 
@@ -122,20 +120,10 @@ class _MetadataUnpickler(pickle.Unpickler):
         re.compile(r"torch\.distributed\.checkpoint\.(metadata|filesystem|_hf_utils)"),
         re.compile(r"torch\.serialization|torch\._utils|torch"),
     )
-    _NAMES = frozenset(
-        {
-            "BytesStorageMetadata",
-            "ChunkStorageMetadata",
-            "Metadata",
-            "MetadataIndex",
-            "Size",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-            "_MEM_FORMAT_ENCODING",
-            "_StorageInfo",
-            "_get_layout",
-        }
+    _NAMES = (
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "Size"),
+        *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+        *("_StorageInfo", "_get_layout"),
     )
 
     def find_class(self, module: str, name: str) -> Any:
@@ -170,7 +158,6 @@ class _Reader(FileSystemReader):
         self._source = source
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        """See `_MetadataUnpickler`."""
         return _read_metadata(self._source)
 
 

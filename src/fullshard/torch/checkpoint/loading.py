@@ -28,17 +28,10 @@ from fullshard.torch.checkpoint.collecting import (
 )
 from fullshard.torch.checkpoint.optimizers import OptimizerLoad
 from fullshard.torch.checkpoint.ranks import call_all, comms_of
-from fullshard.torch.checkpoint.saving import (
-    RANDOM,
-    line_of,
-    refuse_inside_forward,
-    session_of,
-)
+from fullshard.torch.checkpoint.saving import RANDOM, line_of, refuse_inside_forward, session_of
 from fullshard.torch.checkpoint.tensors import KnownBoxes, LocalPart, local_part
 from fullshard.torch.checkpoint.values import decode, set_random_state
 from fullshard.torch.unit.extensions import resting_bytes
-
-__all__ = ["load_checkpoint"]
 
 _SHOWN = 5
 

@@ -20,8 +20,6 @@ from fullshard.torch.state.tensor_classes import names_of_parts, put_together
 from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter
 
-__all__ = ["OptimizerLoad"]
-
 
 class OptimizerLoad:
     """The coming state of one optimizer.
@@ -118,12 +116,7 @@ class OptimizerLoad:
         return put_together(described, parts)
 
     def _prepare(
-        self,
-        checkpoint: Checkpoint,
-        group: Mapping[str, Any],
-        param: Tensor,
-        kind: str,
-        full: str,
+        self, checkpoint: Checkpoint, group: Mapping[str, Any], param: Tensor, kind: str, full: str
     ) -> Tensor:
         """Memory for one value: what is there, if it fits, else new."""
         stored = checkpoint.stored(full)
@@ -159,9 +152,7 @@ def _new_value(
 
 
 def _device_of(group: Mapping[str, Any], param: Tensor, kind: str) -> torch.device:
-    """As `torch.optim.Optimizer.load_state_dict`: a step count is on the host unless it is used on
-    the device.
-    """
+    """As `Optimizer.load_state_dict`: a step count is on the host unless the device uses it."""
     on_device = kind != "step" or group.get("capturable") or group.get("fused")
     return param.device if on_device else torch.device("cpu")
 

@@ -16,8 +16,6 @@ from fullshard.torch.comm.texts import broadcast_bytes, gather_bytes, share_byte
 from fullshard.torch.comm.watch.roll_call import call_roll
 from fullshard.torch.step.managed import managed_units
 
-__all__ = ["CommRanks", "call_all", "comms_of", "ranks_over"]
-
 _world: "weakref.WeakKeyDictionary[dist.ProcessGroup, Comm]" = weakref.WeakKeyDictionary()
 
 
@@ -37,7 +35,6 @@ class CommRanks:
             self.size *= comm.size
 
     def gather(self, data: bytes) -> list[bytes]:
-        """See `fullshard.checkpoint.CheckpointRanks.gather`."""
         parts = [data]
         for comm in self._comms:
             joined = packed(parts)
@@ -45,13 +42,11 @@ class CommRanks:
         return parts if self.rank == 0 else []
 
     def broadcast(self, data: bytes) -> bytes:
-        """See `fullshard.checkpoint.CheckpointRanks.broadcast`."""
         for comm in reversed(self._comms):
             data = broadcast_bytes(comm, data)
         return data
 
     def share(self, data: bytes) -> list[bytes]:
-        """See `fullshard.checkpoint.CheckpointRanks.share`."""
         if len(self._comms) == 1:
             return share_bytes(self._comms[0], data)
         return unpacked(self.broadcast(packed(self.gather(data))))

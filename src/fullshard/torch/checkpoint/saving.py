@@ -17,27 +17,12 @@ from fullshard.checkpoint.runs.folder import run_folder
 from fullshard.checkpoint.saving import versions_of
 from fullshard.checkpoint.session import Content, SaveSession, check_step
 from fullshard.core.errors import ConfigurationError, UsageError
-from fullshard.torch.checkpoint.collecting import (
-    Collected,
-    Models,
-    Optimizers,
-    by_key,
-    collect,
-)
+from fullshard.torch.checkpoint.collecting import Collected, Models, Optimizers, by_key, collect
 from fullshard.torch.checkpoint.ranks import call_all, comms_of, ranks_over
 from fullshard.torch.checkpoint.tensors import KnownBoxes, local_part, piece_of
 from fullshard.torch.checkpoint.values import encode, random_state
 from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.step.managed import managed_units
-
-__all__ = [
-    "RANDOM",
-    "CommSession",
-    "line_of",
-    "refuse_inside_forward",
-    "save_checkpoint",
-    "session_of",
-]
 
 RANDOM = "random"  # tensors "random/<rank>": the state of that rank's generators
 

@@ -26,8 +26,6 @@ from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.extensions import plain_data, put_bytes, resting_bytes
 
-__all__ = ["KnownBoxes", "LocalPart", "TensorSource", "local_part", "piece_of"]
-
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 

@@ -14,17 +14,12 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.torch.checkpoint.tensors import DTYPES
 from fullshard.torch.state.weights_file import DTYPE_NAMES
 
-__all__ = ["decode", "encode", "random_state", "set_random_state"]
-
 TENSOR = "fullshard.tensor"  # the key by which an encoded tensor is known
 MOST_BYTES = 2**20
 
 
 def encode(value: Any, where: str) -> Any:
-    """``value`` as JSON; tensors and numpy's values of up to 1 MiB too.
-
-    Raises `ConfigurationError` for what cannot be kept, naming the place below ``where``.
-    """
+    """``value`` as JSON, small tensors too. Raises `ConfigurationError` that names the place."""
     return to_json(value, _other, where)
 
 

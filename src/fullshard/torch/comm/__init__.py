@@ -1,4 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks, and what they send each other."""
-
-__all__: list[str] = []

@@ -12,8 +12,6 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.torch.comm.protocol import Comm, members_of
 from fullshard.torch.comm.texts import share_bytes
 
-__all__ = ["are_alike", "bounds_of", "by_rank", "differing_texts", "verify_agreement"]
-
 _LINES_SHOWN = 20
 
 
@@ -54,10 +52,7 @@ def differing_texts(
     subject: str = "texts",
     beside: Tensor | None = None,
 ) -> list[str] | None:
-    """Return the texts of all ranks in rank order if any two differ, else None. Collective.
-
-    ``beside``: see `verify_agreement`.
-    """
+    """Return all ranks' texts if any two differ, else None. As `verify_agreement`, collective."""
     if comm.size == 1:
         return None
     bounds = bounds_of(text.encode()).to(device)

@@ -11,8 +11,6 @@ from fullshard.core.errors import CommunicationError
 from fullshard.torch.comm.agreement import by_rank, differing_texts
 from fullshard.torch.comm.protocol import Comm, Full, Parts, ReduceOp, Work, WrappedComm
 
-__all__ = ["CheckedComm", "checked_in_debug_mode"]
-
 
 def checked_in_debug_mode(comm: Comm) -> Comm:
     """Wrap ``comm`` in a `CheckedComm` if ``FULLSHARD_DEBUG=1``, as all ranks must set it."""
@@ -34,37 +32,30 @@ class CheckedComm(WrappedComm):
         self._checks = checks or comm
 
     def duplicate(self) -> "CheckedComm":
-        """See `Comm.duplicate`."""
         self._check("duplicate", "", ())
         return CheckedComm(self.inner.duplicate(), self._checks)
 
     def block(self, size: int) -> "CheckedComm":
-        """See `Comm.block`."""
         self._check(f"block({size})", "", ())
         return CheckedComm(self.inner.block(size))
 
     def all_gather(self, pairs: Sequence[tuple[Full, Tensor]], label: str = "") -> Work:
-        """See `Comm.all_gather`."""
         self._check("all_gather", label, _alike_on_all(pairs))
         return super().all_gather(pairs, label)
 
     def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Full]], label: str = "") -> Work:
-        """See `Comm.reduce_scatter`."""
         self._check("reduce_scatter", label, _alike_on_all(pairs))
         return super().reduce_scatter(pairs, label)
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum", label: str = "") -> Work:
-        """See `Comm.all_reduce`."""
         self._check(f"all_reduce {op}", label, tensors)
         return super().all_reduce(tensors, op, label)
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> Work:
-        """See `Comm.broadcast`."""
         self._check(f"broadcast from {source}", "", tensors)
         return super().broadcast(tensors, source)
 
     def all_to_all(self, received: Parts, sent: Parts, label: str = "") -> Work:
-        """See `Comm.all_to_all`."""
         self._check(f"all_to_all of {sent.flat.dtype}", label, ())
         return super().all_to_all(received, sent, label)
 

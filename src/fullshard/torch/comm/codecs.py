@@ -23,8 +23,6 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-__all__ = ["BlockCodec", "CastCodec", "Codec", "Codes", "add_up", "decode", "encode"]
-
 _PIECE_NUMEL = 2**19
 _PIECE_NUMEL_ON_GPU = 2**24
 _LEAST_SCALE = torch.finfo(torch.float32).tiny  # its inverse is finite
@@ -76,23 +74,18 @@ class CastCodec:
     """Numbers as bfloat16: half of float32's bytes, 8 bits of precision, the same range."""
 
     def takes(self, dtype: torch.dtype) -> bool:
-        """Return True for float32."""
         return dtype is torch.float32
 
     def message_bytes(self, numel: int) -> int:
-        """Return two bytes for each number."""
         return _padded(2 * numel)
 
     def runs(self, messages: Tensor, numel: int) -> list[Codes]:
-        """See `Codec.runs`."""
         return [Codes(slice(numel), messages[:, : 2 * numel].view(torch.bfloat16))]
 
     def write(self, numbers: Tensor, run: Codes, scratch: Tensor) -> None:
-        """See `Codec.write`; to the nearest."""
         run.codes.copy_(numbers)
 
     def read(self, run: Codes, out: Tensor) -> None:
-        """See `Codec.read`."""
         out.copy_(run.codes)
 
 
@@ -132,7 +125,6 @@ class BlockCodec:
         return runs
 
     def write(self, numbers: Tensor, run: Codes, scratch: Tensor) -> None:
-        """See `Codec.write`; to the nearest code."""
         codes, scales = run.codes, run.scales
         assert scales is not None
         whole = self.dtype is torch.int8
@@ -143,7 +135,6 @@ class BlockCodec:
         codes.copy_(scratch.round_() if whole else scratch)
 
     def read(self, run: Codes, out: Tensor) -> None:
-        """See `Codec.read`."""
         assert run.scales is not None
         if self.dtype is torch.int8:
             out.copy_(run.codes)

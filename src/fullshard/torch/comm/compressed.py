@@ -27,8 +27,6 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.torch.comm.codecs import BlockCodec, CastCodec, Codec, add_up, decode, encode
 from fullshard.torch.comm.protocol import Comm, Full, Parts, Together, Work, WrappedComm
 
-__all__ = ["CommunicationCompression", "CompressedComm", "check_compression"]
-
 
 def _codec_of(kind: str | None, block_numel: int) -> Codec | None:
     """Make the codec that a name in `CommunicationCompression` stands for."""
@@ -217,7 +215,6 @@ class CompressedComm(WrappedComm):
         return _part_bytes(self._reduce, full, self.size)
 
     def duplicate(self) -> "CompressedComm":
-        """See `Comm.duplicate`."""
         return CompressedComm(self.inner.duplicate(), self.compression)
 
 

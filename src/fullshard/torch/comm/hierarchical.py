@@ -44,8 +44,6 @@ from fullshard.torch.comm.protocol import Comm, Full, Parts, Work, WrappedComm, 
 from fullshard.torch.comm.sibling_groups import backend_of, sibling_group
 from fullshard.torch.comm.watch.watchdog import Witness
 
-__all__ = ["HierarchicalComm", "hierarchical_between_hosts", "ranks_per_host"]
-
 PRETEND = "FULLSHARD_RANKS_PER_HOST"
 
 
@@ -68,10 +66,7 @@ def hierarchical_between_hosts(comm: ProcessGroupComm) -> Comm:
 
 
 def ranks_per_host(hosts: Sequence[object]) -> int:
-    """Return the ranks per host if ranks are consecutive by host and equally many, else 1.
-
-    ``hosts`` names the host of each rank, in rank order.
-    """
+    """Return ranks per host if ``hosts``, by rank, are consecutive and equally many, else 1."""
     count = next((i for i, host in enumerate(hosts) if host != hosts[0]), len(hosts))
     starts = hosts[::count]
     equal = len(starts) * count == len(hosts) and all(
@@ -111,7 +106,6 @@ class HierarchicalComm(WrappedComm):
         self._thread: threading.Thread | None = None
 
     def duplicate(self) -> "HierarchicalComm":
-        """See `Comm.duplicate`."""
         return HierarchicalComm(self.inner.duplicate(), self._per_host)
 
     def block(self, size: int) -> Comm:
@@ -122,7 +116,6 @@ class HierarchicalComm(WrappedComm):
         return part
 
     def all_gather(self, pairs: Sequence[tuple[Full, Tensor]], label: str = "") -> Work:
-        """See `Comm.all_gather`."""
         channels = self._channels_for("gathers", pairs)
         if channels is None:
             return super().all_gather(pairs, label)

@@ -28,8 +28,6 @@ from fullshard.torch.comm.protocol import (
 from fullshard.torch.comm.sibling_groups import backend_of, sibling_group, timeout_s_of
 from fullshard.torch.comm.watch.watchdog import Witness
 
-__all__ = ["ProcessGroupComm", "forget_destroyed", "group_of", "witness_of"]
-
 
 class _Pending:
     """Several works of torch.distributed as one, and the last step that completes their outputs."""
@@ -99,11 +97,7 @@ _REDUCE = "reduce_scatter_single" if _RENAMED else "_reduce_scatter_base"
 _GATHERS = "all_gather_single_coalesced" if _RENAMED else "allgather_into_tensor_coalesced"
 _REDUCES = "reduce_scatter_single_coalesced" if _RENAMED else "reduce_scatter_tensor_coalesced"
 _SEVERAL_IN_ONE = ("nccl", "fake")  # the backends that have these
-_REDUCE_OPS = {
-    "sum": dist.ReduceOp.SUM,
-    "max": dist.ReduceOp.MAX,
-    "min": dist.ReduceOp.MIN,
-}
+_REDUCE_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 
 
 _host_families: list[str] = []
@@ -116,7 +110,7 @@ def _asynchronous(single: str) -> AllgatherOptions | ReduceScatterOptions:
     return options
 
 
-class ProcessGroupComm:
+class ProcessGroupComm(Comm):
     """The communicator over a process group of torch.distributed (NCCL, Gloo, ...).
 
     A collective that fails raises `CommunicationError`, which names what the other ranks are doing,
@@ -143,10 +137,7 @@ class ProcessGroupComm:
         self._options = {single: _asynchronous(single) for single in (_GATHER, _REDUCE)}
 
     def _route_of(self, tensor: Tensor) -> _Route:
-        """Return the way that ``tensor`` travels.
-
-        NCCL reaches no host memory, and Gloo only that: its isend passes the address to a socket.
-        """
+        """Return how ``tensor`` travels: NCCL reaches no host memory, and Gloo only that."""
         device = tensor.device
         route = self._routes.get(device)
         if route is None:
@@ -175,10 +166,7 @@ class ProcessGroupComm:
         return self if group is None else ProcessGroupComm(group, self._family)
 
     def on_host(self) -> "ProcessGroupComm":
-        """A communicator over the same ranks for tensors in host memory, for any one thread.
-
-        Its failures are its own: they do not fail this one. Collective.
-        """
+        """Return one for host memory and any one thread; its failures are its own. Collective."""
         number = len(_host_families)
         group = sibling_group(self.group, self.members, "host", "gloo") or self.group
         family = f"{self.group.group_name}/host/{number}"
@@ -230,7 +218,6 @@ class ProcessGroupComm:
         return _Pending(self.witness, what, works, done, reachable[0].device)
 
     def _issue(self, what: str, call: Callable[..., Any], *args: Any) -> Any:
-        """Return what ``call`` does of ``args``, which issues ``what``."""
         self.witness.issues(what)
         try:
             return call(*args)
@@ -240,11 +227,9 @@ class ProcessGroupComm:
             raise self.witness.failure(what, error) from error
 
     def all_gather(self, pairs: Sequence[tuple[Full, Tensor]], label: str = "") -> Work:
-        """See `Comm.all_gather`."""
         return self._send(_GATHER, label or "all_gather", pairs)
 
     def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Full]], label: str = "") -> Work:
-        """See `Comm.reduce_scatter`."""
         return self._send(_REDUCE, label or "reduce_scatter", pairs)
 
     def _send(self, single: str, what: str, pairs: Sequence[tuple[Full, Full]]) -> Work:
@@ -371,7 +356,6 @@ class ProcessGroupComm:
         return [work for work in works if work is not None]
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum", label: str = "") -> Work:
-        """See `Comm.all_reduce`."""
         what = label or "all_reduce"
         if op != "sum" and self._route_of(tensors[0]).on_gloo and tensors[0].device.type == "cpu":
             return self._extremes_by_rounds(what, tensors, op)
@@ -417,8 +401,6 @@ class ProcessGroupComm:
         return Done()
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> Work:
-        """See `Comm.broadcast`."""
-
         def start(tensors: Sequence[Tensor], _: _Route) -> list[dist.Work]:
             return [
                 dist.broadcast(tensor, group=self.group, group_src=source, async_op=True)
@@ -428,7 +410,6 @@ class ProcessGroupComm:
         return self._start("broadcast", tensors, start, inputs_between=False)
 
     def all_to_all(self, received: Parts, sent: Parts, label: str = "") -> Work:
-        """See `Comm.all_to_all`."""
         what = label or "all_to_all"
 
         def start(tensors: Sequence[Tensor], route: _Route) -> list[dist.Work]:
@@ -458,10 +439,7 @@ def _moved(fulls: Sequence[Full], flats: Sequence[Tensor]) -> list[Full]:
 
 
 def forget_destroyed(known: WeakKeyDictionary[Any, Any]) -> None:
-    """Drop entries of ``known``, keyed by process group, whose groups were destroyed.
-
-    What is kept of a group keeps its connections, and on Gloo a thread that wakes all the time.
-    """
+    """Drop destroyed groups from ``known``: what is kept of one keeps its connections."""
     alive = dist.distributed_c10d._world.pg_map
     for reference in known.keyrefs():  # a copy: ranks that are threads add to it meanwhile
         group = reference()

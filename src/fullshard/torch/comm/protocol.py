@@ -15,23 +15,6 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-__all__ = [
-    "Comm",
-    "Done",
-    "Full",
-    "Parts",
-    "ReduceOp",
-    "SoloComm",
-    "Together",
-    "Work",
-    "WrappedComm",
-    "flat_of",
-    "innermost",
-    "members_of",
-    "rank_order_sum",
-    "slices_of",
-]
-
 ReduceOp = Literal["sum", "max", "min"]
 
 
@@ -146,15 +129,11 @@ class Done:
         """Return at once."""
 
     def is_completed(self) -> bool:
-        """Return True."""
         return True
 
 
 class Together:
-    """Several works as one, and the last step that makes their outputs complete.
-
-    Holds the tensors ``in_flight`` until the works have been waited for.
-    """
+    """Several works as one, then the step that completes them; holds what is ``in_flight``."""
 
     def __init__(
         self, works: Sequence[Work], finish: Callable[[], None] | None = None, *in_flight: Any
@@ -176,7 +155,7 @@ class Together:
         return all(work.is_completed() for work in self._works)
 
 
-class SoloComm:
+class SoloComm(Comm):
     """A group of one rank: collectives are copies, or nothing."""
 
     rank = 0
@@ -216,11 +195,10 @@ class SoloComm:
         return Done()
 
     def reduce_scratch_bytes(self, full: Tensor) -> int:
-        """Return 0."""
         return 0
 
 
-class WrappedComm:
+class WrappedComm(Comm):
     """A communicator around another one, ``inner``: hands on every call that a subclass leaves."""
 
     def __init__(self, inner: Comm):
@@ -229,35 +207,27 @@ class WrappedComm:
         self.size: int = inner.size
 
     def duplicate(self) -> Comm:
-        """See `Comm.duplicate`."""
         return self.inner.duplicate()
 
     def block(self, size: int) -> Comm:
-        """See `Comm.block`."""
         return self.inner.block(size)
 
     def all_gather(self, pairs: Sequence[tuple[Full, Tensor]], label: str = "") -> Work:
-        """See `Comm.all_gather`."""
         return self.inner.all_gather(pairs, label)
 
     def reduce_scatter(self, pairs: Sequence[tuple[Tensor, Full]], label: str = "") -> Work:
-        """See `Comm.reduce_scatter`."""
         return self.inner.reduce_scatter(pairs, label)
 
     def all_reduce(self, tensors: Sequence[Tensor], op: ReduceOp = "sum", label: str = "") -> Work:
-        """See `Comm.all_reduce`."""
         return self.inner.all_reduce(tensors, op, label)
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> Work:
-        """See `Comm.broadcast`."""
         return self.inner.broadcast(tensors, source)
 
     def all_to_all(self, received: Parts, sent: Parts, label: str = "") -> Work:
-        """See `Comm.all_to_all`."""
         return self.inner.all_to_all(received, sent, label)
 
     def reduce_scratch_bytes(self, full: Tensor) -> int:
-        """See `Comm.reduce_scratch_bytes`."""
         return self.inner.reduce_scratch_bytes(full)
 
 

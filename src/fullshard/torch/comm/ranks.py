@@ -22,8 +22,6 @@ from fullshard.torch.comm.process_group import ProcessGroupComm, forget_destroye
 from fullshard.torch.comm.protocol import Comm, SoloComm
 from fullshard.torch.comm.sibling_groups import backend_of
 
-__all__ = ["Ranks", "Where", "compressed", "compute_device", "in_blocks", "ranks_of"]
-
 _OneGroup = dist.ProcessGroup | DeviceMesh | Comm | None
 Where = _OneGroup | tuple[_OneGroup, _OneGroup]
 """What a caller may name as the ranks to shard over; a pair is (ranks that share slices, ranks that
@@ -183,10 +181,7 @@ def _mesh_of_hosts() -> DeviceMesh:
 
 
 def in_blocks(ranks: Ranks, size: int) -> Ranks:
-    """Add blocks of ``size`` consecutive ranks, from which backward gathers. Collective.
-
-    Raises `ConfigurationError` if ``size`` does not divide the number of slices.
-    """
+    """Add blocks of ``size`` ranks; raises `ConfigurationError` unless it divides. Collective."""
     gather = ranks.apart or ranks.gather
     if size < 1 or gather.size % size:
         raise ConfigurationError(
@@ -230,10 +225,7 @@ def compute_device(
 
 
 def _communicator_of(where: Any) -> tuple[Comm, DeviceMesh | None]:
-    """Return the communicator over the group that ``where`` names, and its mesh.
-
-    Collective over those ranks the first time. Raises `ConfigurationError` if it names none.
-    """
+    """Return the communicator and mesh of the group ``where`` names. Collective at first."""
     if not isinstance(where, (dist.ProcessGroup, DeviceMesh, type(None))):
         if not isinstance(where, Comm):
             raise ConfigurationError(
@@ -311,8 +303,4 @@ def compressed(ranks: Ranks, compression: CommunicationCompression | None) -> Ra
             "parameters each and only sum gradients by an all-reduce, which is not compressed; "
             "choose a strategy that shards over several ranks, or leave compression out"
         )
-    return replace(
-        ranks,
-        compression=compression,
-        reduce=CompressedComm(ranks.reduce, compression),
-    )
+    return replace(ranks, compression=compression, reduce=CompressedComm(ranks.reduce, compression))

@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["backend_of", "options_like", "sibling_group", "timeout_s_of", "without_host"]
-
 _naming = threading.Lock()
 _made: "weakref.WeakKeyDictionary[dist.ProcessGroup, int]" = weakref.WeakKeyDictionary()
 
@@ -72,10 +70,7 @@ def sibling_group(
 
 
 def without_host(backends: str) -> str:
-    """Leave Gloo out of a configuration such as ``cpu:gloo,cuda:nccl`` that has another backend.
-
-    Every rank of a further group would connect to all others in host memory, too.
-    """
+    """Leave Gloo out of ``cpu:gloo,cuda:nccl``: all would connect in host memory, too."""
     others = [each for each in backends.split(",") if not each.endswith(dist.Backend.GLOO)]
     return ",".join(others) or backends
 

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from fullshard.torch.comm.protocol import Comm, Parts
 
-__all__ = ["broadcast_bytes", "gather_bytes", "share_bytes"]
-
 _PLACE_BYTES = 256
 _SHORT_BYTES = _PLACE_BYTES - 8
 _HOST = torch.device("cpu")
@@ -33,10 +31,7 @@ def share_bytes(comm: Comm, data: bytes, device: torch.device = _HOST) -> list[b
 
 
 def gather_bytes(comm: Comm, data: bytes, device: torch.device = _HOST) -> list[bytes]:
-    """Return every rank's ``data`` in rank order on the first rank, nothing on the others.
-
-    Collective: an all-gather of a place each, and one exchange of what is longer.
-    """
+    """Return every rank's ``data``, in order, on the first; nothing on others. Collective."""
     sizes, texts = _beginnings(comm, data, device)
     if max(sizes) <= _SHORT_BYTES:
         return texts if comm.rank == 0 else []

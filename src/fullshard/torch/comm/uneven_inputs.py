@@ -30,8 +30,6 @@ from fullshard.core.strategy import ShardingStrategy
 from fullshard.torch.comm.protocol import Comm, Work
 from fullshard.torch.comm.ranks import Where, ranks_of
 
-__all__ = ["any_rank", "pad_to_longest", "stop_together"]
-
 T = TypeVar("T")
 
 _HAS_BATCH, _AT_END, _HAS_NOTHING = 1.0, 0.0, -1.0  # votes

@@ -21,8 +21,6 @@ from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.changes import LOW_PRECISION, rest_as, rest_on
 from fullshard.torch.unit.unit import Unit
 
-__all__ = ["FlatHandles", "FlatParameter", "mark_flattened"]
-
 
 class FlatParameter:
     """FSDP1's class of flat parameters, for scripts that ask ``isinstance(param, FlatParameter)``.

@@ -26,8 +26,6 @@ from fullshard.torch.step.managed import managed_units, speaks_for_all
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.sites import clean_name
 
-__all__ = ["OptimizerStateDicts"]
-
 _INSTEAD = (
     "call it on every rank (with rank0_only=True in the settings others get an empty dict), "
     "and write on one"

@@ -28,8 +28,6 @@ from fullshard.torch.state.optimizers import as_span
 from fullshard.torch.step.managed import speaks_for_all
 from fullshard.torch.unit.sites import WRAPPED
 
-__all__ = ["StateDictForms", "wrappers_in"]
-
 
 class StateDictForms(nn.Module):
     """The part of FSDP1's wrapper that is about state dicts."""
@@ -88,10 +86,7 @@ class StateDictForms(nn.Module):
         state_dict_config: StateDictConfig | None = None,
         optim_state_dict_config: OptimStateDictConfig | None = None,
     ) -> StateDictSettings:
-        """Choose the form of state dicts of the wrappers in ``module``.
-
-        Returns the former choice.
-        """
+        """Choose the form of state dicts of the wrappers in ``module``; return the former one."""
         chosen = _settings_of(state_dict_type, state_dict_config, optim_state_dict_config)
         former = StateDictForms.get_state_dict_type(module)
         for wrapper in wrappers_in(module, StateDictForms, root_only=False):

@@ -28,13 +28,6 @@ from fullshard.torch.sharding.owners import AlignOrMatrix
 from fullshard.torch.unit.plan import Plan, own_value
 from fullshard.torch.unit.sites import ParamSites, clean_name
 
-__all__ = [
-    "UnitOptions",
-    "in_full_precision",
-    "members_by_name",
-    "parameters_by_module",
-]
-
 _FULL_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"  # PyTorch's
 _ACCEPTED = {"limit_all_gathers", "use_orig_params"}
 """Options that ask for what is always done."""

@@ -30,31 +30,15 @@ from fullshard.torch.sharding.find import ignored_parts
 from fullshard.torch.sharding.initialisation import broadcast_buffers, initialise
 from fullshard.torch.sharding.module_buffers import cast_buffers, move_buffers
 from fullshard.torch.sharding.options import CPUOffload, MixedPrecision
-from fullshard.torch.sharding.owners import (
-    AlignOrMatrix,
-    is_matrix,
-    matrices_owned,
-    tables_of,
-)
-from fullshard.torch.sharding.settings import (
-    mark_optional,
-    require_gradient_sync,
-    set_prefetch,
-)
-from fullshard.torch.sharding.shard import (
-    NotCopied,
-    agree,
-    shard_modules,
-    shardable_parameters,
-)
+from fullshard.torch.sharding.owners import AlignOrMatrix, is_matrix, matrices_owned, tables_of
+from fullshard.torch.sharding.settings import mark_optional, require_gradient_sync, set_prefetch
+from fullshard.torch.sharding.shard import NotCopied, agree, shard_modules, shardable_parameters
 from fullshard.torch.sharding.summon import summon_full_params
 from fullshard.torch.step.managed import managed_unit_of, managed_units
 from fullshard.torch.unit.changes import LOW_PRECISION, follow_conversion
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.sites import WRAPPED, ParamSites, clean_name
 from fullshard.wrap import modules_to_wrap
-
-__all__ = ["FullyShardedDataParallel"]
 
 
 class _OptionClasses:
@@ -254,10 +238,7 @@ class FullyShardedDataParallel(
         return self.module[key]  # type: ignore[index]
 
     def named_modules(
-        self,
-        memo: set[nn.Module] | None = None,
-        prefix: str = "",
-        remove_duplicate: bool = True,
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
         """Yield modules under the names of the plain model, and so parameters and buffers too.
 
@@ -320,7 +301,9 @@ class FullyShardedDataParallel(
                 raise NotSupportedError("communication hooks do not go with hybrid sharding")
         for unit in units:
             sharded = unit.ranks.gather.size > 1
-            unit.settings.hook = partial(_call_hook, hook, state, sharded)
+            unit.settings.hook = (
+                partial(hook, state) if sharded else lambda full, _: hook(state, full)
+            )
 
     @staticmethod
     def fsdp_modules(
@@ -328,12 +311,6 @@ class FullyShardedDataParallel(
     ) -> "list[FullyShardedDataParallel]":
         """The wrappers in ``module``, itself included; ``root_only``: only outermost ones."""
         return wrappers_in(module, FullyShardedDataParallel, root_only=root_only)
-
-
-def _call_hook(
-    hook: Callable[..., Any], state: object, sharded: bool, full: Tensor, shard: Tensor
-) -> None:
-    hook(state, full, shard) if sharded else hook(state, full)
 
 
 def _clip_in_float32(grads: list[Tensor], max_norm: float, norm_type: float) -> Tensor:

@@ -18,16 +18,7 @@ from fullshard.torch.sharding.options import (
 )
 
 __all__ = [
-    "CPUOffloadPolicy",
-    "DataParallelMeshDims",
-    "FSDPGrad",
-    "FSDPModule",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "StackedExperts",
-    "UnshardHandle",
-    "fully_shard",
-    "register_fsdp_forward_method",
-    "shard_experts",
-    "share_comm_ctx",
-]
+    "CPUOffloadPolicy", "DataParallelMeshDims", "FSDPGrad", "FSDPModule", "MixedPrecisionPolicy",
+    "OffloadPolicy", "StackedExperts", "UnshardHandle", "fully_shard",
+    "register_fsdp_forward_method", "shard_experts", "share_comm_ctx",
+]  # fmt: skip

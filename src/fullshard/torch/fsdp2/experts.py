@@ -17,8 +17,6 @@ from fullshard.torch.sharding.owners import WholeMatrices
 from fullshard.torch.step.managed import managed_unit_of
 from fullshard.torch.tensor.tensor_parallel import held_here
 
-__all__ = ["StackedExperts", "shard_experts"]
-
 
 class StackedExperts(nn.Module):
     """Experts of one kind as one module: parameters stacked along a new first dimension.
@@ -47,16 +45,15 @@ class StackedExperts(nn.Module):
 
         ``counts``, whole numbers (experts of this rank,), says how many rows belong to each.
         """
-        here = {name: _on_this_rank(param) for name, param in self.each.named_parameters()}
+        here = {
+            name: param.to_local() if isinstance(param, DTensor) else param
+            for name, param in self.each.named_parameters()
+        }
         results = [
             functional_call(self.each, {name: part[expert] for name, part in here.items()}, (own,))
             for expert, own in enumerate(rows.split_with_sizes(counts.tolist()))
         ]
         return torch.cat(results)
-
-
-def _on_this_rank(param: Tensor) -> Tensor:
-    return param.to_local() if isinstance(param, DTensor) else param
 
 
 def _check_alike(experts: Sequence[nn.Module]) -> None:

@@ -45,9 +45,6 @@ from fullshard.torch.step.managed import managed_unit_of
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.sites import ParamSites
 
-__all__ = ["fully_shard"]
-
-
 _sharded_classes: dict[type[nn.Module], type[nn.Module]] = {}
 
 

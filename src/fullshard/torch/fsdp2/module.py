@@ -31,14 +31,6 @@ from fullshard.torch.step.tracker import ensure_tracker, tracker_of
 from fullshard.torch.unit.changes import follow_conversion, take_over
 from fullshard.torch.unit.sites import clean_name
 
-__all__ = [
-    "FSDPGrad",
-    "FSDPModule",
-    "UnshardHandle",
-    "register_fsdp_forward_method",
-    "share_comm_ctx",
-]
-
 
 class FSDPGrad:
     """PyTorch's class (2026) of gradients that wait for a reduce, for scripts that ask for it.
@@ -280,11 +272,7 @@ class FSDPModule(NotCopied, _OwnModule):
         unit.refuse_unequal("set_custom_reduce_scatter")
         group = _group(unit.ranks.reduce)
         unit.settings.reduce_scatter = lambda shard, full: comm(
-            output_tensor=shard,
-            input_tensor=full,
-            group=group,
-            op=dist.ReduceOp.SUM,
-            async_op=True,
+            output_tensor=shard, input_tensor=full, group=group, op=dist.ReduceOp.SUM, async_op=True
         )
 
     def set_post_optim_event(self, event: "torch.Event") -> None:
@@ -305,10 +293,7 @@ class FSDPModule(NotCopied, _OwnModule):
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Choose between two communicators, for gathers and for reduces, and one for both.
-
-        Two unless it is set. See `fullshard.torch.set_separate_reduce_scatter_group`.
-        """
+        """See `fullshard.torch.set_separate_reduce_scatter_group`."""
         set_separate_reduce_scatter_group(_module(self), enable, recurse=recurse)
 
     # ---- accepted without effect ----------------------------------------------------------------
@@ -399,10 +384,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def share_comm_ctx(modules: Sequence[FSDPModule]) -> None:
-    """Do nothing: units of one group of ranks share communicators and streams already.
-
-    Raises `ConfigurationError` for a module that is not sharded.
-    """
+    """Do nothing: units share these already. Raises `ConfigurationError` for a plain module."""
     for module in modules:
         _managed(module)
 

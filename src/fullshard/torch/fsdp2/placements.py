@@ -25,8 +25,6 @@ from fullshard.torch.sharding.shard import ToShard
 from fullshard.torch.unit.sites import ParamSites
 from fullshard.torch.unit.unit import owner_of
 
-__all__ = ["by_mesh", "chosen_dims", "cut_along", "has_forward", "placement_of"]
-
 Choice = Callable[[nn.Parameter], Any]
 """``Shard(d)``, None, or an object with ``placement`` (one of these) and ``mesh_info``."""
 

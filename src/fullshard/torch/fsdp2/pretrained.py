@@ -11,8 +11,6 @@ from fullshard.torch.fsdp2.module import FSDPModule
 from fullshard.torch.state.forms import StateForm, change_form
 from fullshard.torch.state.weights_file import Entries
 
-__all__ = ["SavesPretrained"]
-
 _INSTEAD = "call it on every rank: rank 0 alone writes, or pass state_dict= to call it there alone"
 
 

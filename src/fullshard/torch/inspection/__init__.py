@@ -28,25 +28,8 @@ from fullshard.torch.inspection.trainer_callback import RecordingCallback
 RestingBytes = Bytes  # the name of earlier versions
 
 __all__ = [
-    "Bytes",
-    "Communication",
-    "Counted",
-    "DescribedParameter",
-    "DescribedUnit",
-    "Description",
-    "MemoryOfRank",
-    "MemoryOfRanks",
-    "MemorySummary",
-    "RecordingCallback",
-    "RestingBytes",
-    "RunRecording",
-    "Trace",
-    "communication",
-    "describe",
-    "memory_of_rank",
-    "memory_of_ranks",
-    "memory_summary",
-    "recording",
-    "resting_bytes",
-    "tracing",
-]
+    "Bytes", "Communication", "Counted", "DescribedParameter", "DescribedUnit", "Description",
+    "MemoryOfRank", "MemoryOfRanks", "MemorySummary", "RecordingCallback", "RestingBytes",
+    "RunRecording", "Trace", "communication", "describe", "memory_of_rank", "memory_of_ranks",
+    "memory_summary", "recording", "resting_bytes", "tracing",
+]  # fmt: skip

@@ -14,8 +14,6 @@ from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.buffers import dtype_name
 from fullshard.torch.unit.sites import clean_name
 
-__all__ = ["DescribedParameter", "DescribedUnit", "Description", "describe"]
-
 
 @dataclass(frozen=True)
 class DescribedParameter:

@@ -17,8 +17,6 @@ from fullshard.torch.unit.buffers import dtype_of
 from fullshard.torch.unit.sites import clean_name
 from fullshard.torch.unit.unit import Unit
 
-__all__ = ["NamedUnit", "StepForecast", "cost_of", "forecast_step", "named_units"]
-
 
 @dataclass(frozen=True)
 class NamedUnit:
@@ -43,10 +41,7 @@ class StepForecast:
 
 
 def named_units(model: nn.Module) -> list[NamedUnit]:
-    """List the units of ``model`` in the order of its modules.
-
-    A unit of several modules is listed, and named, where the first of them is.
-    """
+    """List the units of ``model`` in the order of its modules, each where its first module is."""
     found: list[NamedUnit] = []
     numbers: dict[ManagedUnit, int] = {}
 

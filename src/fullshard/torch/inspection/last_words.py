@@ -8,8 +8,6 @@ import torch
 from fullshard.core.text import bytes_text, in_columns
 from fullshard.report import MemoryByOwner
 
-__all__ = ["is_out_of_memory", "live_table"]
-
 _NAMED = 8  # units
 
 

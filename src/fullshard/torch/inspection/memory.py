@@ -18,22 +18,10 @@ from fullshard.host_memory import host_total_bytes, resident_bytes
 from fullshard.torch.comm.compressed import CompressedComm
 from fullshard.torch.comm.ranks import Where, ranks_of
 from fullshard.torch.inspection.forecast import forecast_step, named_units
-from fullshard.torch.optim.checks import optimizer_state_bytes
+from fullshard.torch.optim.checks import held_bytes, optimizer_state_bytes
 from fullshard.torch.step.managed import managed_units
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.unit import Unit
-
-__all__ = [
-    "Bytes",
-    "MemoryOfRank",
-    "MemoryOfRanks",
-    "MemorySummary",
-    "beside",
-    "memory_of_rank",
-    "memory_of_ranks",
-    "memory_summary",
-    "resting_bytes",
-]
 
 _STEP_COUNT_BYTES = 4  # AdamW counts the steps of each parameter in a float32
 _MOMENTS = 2
@@ -288,13 +276,9 @@ def _global_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()  # of a sharded one, both are global
 
 
-def _held_bytes(tensor: Tensor) -> int:
-    return tensor.local.nbytes if isinstance(tensor, ShardedParameter) else tensor.nbytes
-
-
 def _adamw_bytes(params: Sequence[Tensor]) -> int:
     trained = [param for param in params if param.requires_grad]
-    return _MOMENTS * sum(map(_held_bytes, trained)) + _STEP_COUNT_BYTES * len(trained)
+    return _MOMENTS * sum(map(held_bytes, trained)) + _STEP_COUNT_BYTES * len(trained)
 
 
 def _unsharded_state_bytes(optimizer: Optimizer) -> int:

@@ -21,8 +21,6 @@ from fullshard.torch.inspection.memory import Bytes
 from fullshard.torch.step.profiling import NotedOp
 from fullshard.torch.unit.streams import DeviceClock
 
-__all__ = ["OpenStep", "RecordTime"]
-
 _PHASES, _COLLECTIVES = ("forward", "backward"), ("gather", "reduce", "all_reduce")
 
 

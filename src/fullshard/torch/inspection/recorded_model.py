@@ -40,8 +40,6 @@ from fullshard.torch.step.managed import ManagedUnit, managed_units
 from fullshard.torch.step.profiling import OpRecorder
 from fullshard.torch.step.structures import tensors_with_gradients
 
-__all__ = ["RecordedModel", "recorded_model"]
-
 _ROUNDS = 5  # of asking for the time
 
 Settings = Mapping[str, str | float | bool | None]
@@ -252,7 +250,8 @@ class _OfOthers(RecordedModel):
         return Bytes(*(sum(map(_bytes_here, tensors)) for tensors in (params, grads, state)))
 
     def facts(self, settings: Settings, forecast: Mapping[str, float]) -> Facts:
-        ranks = ranks_of(None, ShardingStrategy.FULL_SHARD.sharding) if _in_world() else None
+        joined = dist.is_available() and dist.is_initialized()
+        ranks = ranks_of(None, ShardingStrategy.FULL_SHARD.sharding) if joined else None
         missing = ["memory of gather buffers and gradients on their way"]
         if self._sharded:
             missing.append("when gathers and reduces begin: PyTorch's FSDP2 does not tell")
@@ -266,10 +265,6 @@ class _OfOthers(RecordedModel):
             forecast=forecast,
             missing=tuple(missing),
         )
-
-
-def _in_world() -> bool:
-    return dist.is_available() and dist.is_initialized()
 
 
 def _sizes_of(unit: _Hooked, units: Sequence[_Hooked]) -> RecordedUnit:

@@ -31,8 +31,6 @@ from fullshard.torch.inspection.recorded_model import RecordedModel, recorded_mo
 from fullshard.torch.step.profiling import OpRecorder
 from fullshard.torch.unit.unit import Unit
 
-__all__ = ["RunRecording", "recording"]
-
 T = TypeVar("T")
 
 _DETAILED_AT_FIRST = 3  # the first step gathers on demand, the second as it was recorded

@@ -17,8 +17,6 @@ from fullshard.torch.step.managed import managed_units
 from fullshard.torch.step.profiling import OpRecorder
 from fullshard.torch.step.tracker import Tracker, ensure_tracker, tracker_of
 
-__all__ = ["Communication", "Counted", "communication", "tracing", "tracker_to_record"]
-
 _HEADS = ("unit", "gather in forward", "gather in backward", "reduce", "all-reduce", "total")
 
 
@@ -99,18 +97,16 @@ def communication(model: nn.Module, trace: Trace | None = None) -> Communication
         ConfigurationError: if the trace has units that ``model`` lacks.
     """
     units = named_units(model)
-    own = [each for each in units if _does_it_itself(each)]
+    own = [
+        each.name
+        for each in units
+        if each.unit.settings.hook or each.unit.settings.reduce_scatter or each.unit.custom_gather
+    ]
     return Communication(
         forecast_step(units).sent,
-        tuple(each.name for each in own),
+        tuple(own),
         None if trace is None else _count(units, trace),
     )
-
-
-def _does_it_itself(each: NamedUnit) -> bool:
-    settings = each.unit.settings
-    chosen = (settings.hook, settings.reduce_scatter, each.unit.custom_gather)
-    return any(function is not None for function in chosen)
 
 
 def _count(units: Sequence[NamedUnit], trace: Trace) -> Counted:
@@ -173,10 +169,7 @@ def tracing(model: nn.Module) -> Iterator[Trace]:
 
 
 def tracker_to_record(model: nn.Module) -> Tracker:
-    """Return what runs the steps of ``model``, or of the larger model that it is part of.
-
-    Raises `UsageError` if it has no unit, or parts of it have steps of their own.
-    """
+    """Return what runs the steps of ``model``, or of what it is part of; may raise `UsageError`."""
     tracker = tracker_of(model)
     if tracker is None and any(managed.tracker is not None for managed in managed_units(model)):
         raise UsageError(

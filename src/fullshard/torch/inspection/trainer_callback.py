@@ -7,8 +7,6 @@ from typing import Any
 
 from fullshard.torch.inspection.run_record import RunRecording, recording
 
-__all__ = ["RecordingCallback"]
-
 
 class RecordingCallback:
     """``Trainer(..., callbacks=[RecordingCallback("runs/a")])`` records the run in that folder.

@@ -23,8 +23,6 @@ from fullshard.torch.measuring.record import record_step
 from fullshard.torch.unit.buffers import dtype_of
 from fullshard.torch.unit.sites import clean_name
 
-__all__ = ["Inputs", "measure", "plan_module", "repeated_modules"]
-
 Inputs = Callable[[int], Sequence[Any]] | Sequence[Tensor]
 """Positional arguments of the model for a micro-batch: made by a function of its size, or tensors
 whose first dim is that of samples, which are repeated."""

@@ -27,8 +27,6 @@ from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.buffers import dtype_name, dtype_of
 from fullshard.torch.unit.sites import ParamSites, clean_name
 
-__all__ = ["record_step"]
-
 
 def record_step(
     model: nn.Module,
@@ -104,7 +102,9 @@ def _step(
     args, kwargs = given
     tape.see_all(given)
     if compute_dtype is not None:
-        args, kwargs = map_tensors(given, _cast_to(compute_dtype))
+        args, kwargs = map_tensors(
+            given, lambda each: each.to(compute_dtype) if each.is_floating_point() else each
+        )
     output = model(*args, **kwargs)
     tape.use = MemoryUse.LOGITS_AND_LOSS
     tape.tell_apart(output)
@@ -114,10 +114,6 @@ def _step(
     del output, given, args, kwargs
     value.backward()  # type: ignore[no-untyped-call]
     tape.mark(MarkKind.BACKWARD_OVER, 0)
-
-
-def _cast_to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _default_loss(output: Any) -> Tensor:

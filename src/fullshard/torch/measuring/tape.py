@@ -25,8 +25,6 @@ from fullshard.torch.measuring.workspace import workspace_bytes
 from fullshard.torch.step.checkpoints import is_recomputation
 from fullshard.torch.step.structures import map_tensors, tensors_in
 
-__all__ = ["CallToken", "OpsMode", "Tape", "watch_module"]
-
 _WATCHED = "_fullshard_measured"
 
 
@@ -179,7 +177,7 @@ class CallToken:
 
     def watch_outputs(self, given: Any) -> None:
         """Hear when the first gradient of the outputs is there."""
-        for tensor in tensors_in(given, _needs_grad):
+        for tensor in tensors_in(given, lambda each: each.requires_grad):
             self._tape.calls[self.number] = replace(self._tape.calls[self.number], leads_back=True)
             node = tensor.grad_fn
             if node is None:
@@ -227,7 +225,3 @@ def watch_module(tape: Tape, module: nn.Module, path: str) -> list[Callable[[], 
 
 def _is_any(_tensor: Tensor) -> bool:
     return True
-
-
-def _needs_grad(tensor: Tensor) -> bool:
-    return tensor.requires_grad

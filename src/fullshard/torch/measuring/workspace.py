@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["workspace_bytes"]
-
 
 def workspace_bytes(func: Any, args: Sequence[Any], outputs: Sequence[Tensor]) -> int:
     """Bytes that ``func`` of ``args`` holds while it runs on a CPU, beside its ``outputs``."""

@@ -30,13 +30,6 @@ from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.guards.optimizer_steps import count_step
 from fullshard.torch.unit.guards.replaced import last_replacement, name_of_replacement
 
-__all__ = [
-    "NEEDS_WHOLE_TENSORS",
-    "look_at",
-    "optimizer_state_bytes",
-    "watch_optimizers",
-]
-
 NEEDS_WHOLE_TENSORS = {
     *("AdaFactor", "Adafactor", "DistributedShampoo", "KFAC", "LAMB", "LARS", "LBFGS", "Lamb"),
     *("Muon", "SOAP", "Shampoo"),
@@ -187,13 +180,11 @@ def _count(optimizer: Optimizer) -> None:
 
 def optimizer_state_bytes(optimizer: Optimizer) -> int:
     """Return the bytes of ``optimizer``'s state on this rank: spans, and plain tensors whole."""
-    return sum(
-        _bytes_of(value)
-        for value in tree_leaves(list(optimizer.state.values()))
-        if isinstance(value, Tensor)
-    )
+    values = tree_leaves(list(optimizer.state.values()))
+    return sum(held_bytes(value) for value in values if isinstance(value, Tensor))
 
 
-def _bytes_of(tensor: Tensor) -> int:
+def held_bytes(tensor: Tensor) -> int:
+    """Return the bytes of ``tensor`` on this rank: of its span, or of a plain one."""
     held = tensor.local if isinstance(tensor, ShardedParameter) else tensor
     return held.numel() * held.element_size()

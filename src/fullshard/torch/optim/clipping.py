@@ -5,8 +5,6 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
-__all__ = ["clip_grad_norm_"]
-
 
 def clip_grad_norm_(
     parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2.0

@@ -38,8 +38,6 @@ from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.tensor.reslice import Cut, start_reslice
 
-__all__ = ["CHECKED", "MatrixExchange", "exchange_matrices"]
-
 K = TypeVar("K")
 
 CHECKED = "_fullshard_checked"

@@ -15,8 +15,6 @@ from fullshard.core.strategy import ShardingStrategy
 from fullshard.torch.comm.protocol import Comm, SoloComm
 from fullshard.torch.comm.ranks import Where, ranks_of
 
-__all__ = ["ShardedGradScaler"]
-
 
 class ShardedGradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` whose found inf is that of all ranks of ``process_group``.

@@ -33,8 +33,6 @@ from fullshard.torch.state.apart import ELEMENTWISE
 from fullshard.torch.tensor.elementwise import count_change
 from fullshard.torch.tensor.parameter import ShardedParameter
 
-__all__ = ["MergedStep", "is_capturing"]
-
 _ATTRIBUTE = "_fullshard_merged_step"
 _MOST_READS = 64
 """How often numbers are read from a device to find out which are equal. Each read waits for it."""

@@ -14,8 +14,6 @@ from torch.optim import Optimizer
 
 from fullshard.torch.unit.guards.replaced import Successor
 
-__all__ = ["switch_optimizers"]
-
 
 def switch_optimizers(successors: Sequence[Successor]) -> None:
     """Let the groups of all existing optimizers hold the successors of their parameters.

@@ -50,17 +50,12 @@ from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.tensor.put_off import PutOff
 from fullshard.torch.unit.unit import Unit
 
-__all__ = ["overlap_optimizer"]
-
 _ATTRIBUTE = "_fullshard_overlap"
 _APPLIED = "_fullshard_applied_gradient"
 
 
 def overlap_optimizer(
-    model: nn.Module,
-    optimizer: Optimizer,
-    *,
-    beside: Literal["backward", "forward"] = "backward",
+    model: nn.Module, optimizer: Optimizer, *, beside: Literal["backward", "forward"] = "backward"
 ) -> None:
     """Let ``optimizer`` step each unit below ``model`` beside other work of the step.
 
@@ -268,7 +263,6 @@ class _BesideBackward(_Overlap):
             each.catch_up()
 
     def _to_step(self, managed: ManagedUnit, optimizer: Optimizer) -> list[ShardedParameter]:
-        """Return the parameters of the unit that the optimizer has and that have gradients."""
         unit, groups = managed.unit, optimizer.param_groups
         counts = [len(group["params"]) for group in groups]
         if counts != self._counted:

@@ -29,8 +29,6 @@ from fullshard.torch.state.owned import exchanged, place_in, plain_state, shown_
 from fullshard.torch.tensor.elementwise import count_change
 from fullshard.torch.tensor.parameter import ShardedParameter
 
-__all__ = ["OwnedStep"]
-
 _ATTRIBUTE = "_fullshard_owned_step"
 _OWN = ("param_groups", "state")  # what a twin has for itself
 
@@ -63,10 +61,7 @@ class OwnedStep:
         return made
 
     def begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """Return the arguments with which the step runs on a twin.
-
-        They stay for a step of the twin itself, as one that calls that of its base class.
-        """
+        """Return the arguments to step a twin with; they stay for a step of the twin itself."""
         optimizer = self._optimizer()
         assert optimizer is not None
         if args[0] is self._twin:

@@ -1,4 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a user's module to units."""
-
-__all__: list[str] = []

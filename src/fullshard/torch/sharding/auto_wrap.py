@@ -17,8 +17,6 @@ from fullshard.plan.cluster.devices import cluster_of, device_of_driver, named_d
 from fullshard.torch.sharding.find import find_parameters
 from fullshard.wrap import CustomPolicy
 
-__all__ = ["auto_wrap_policy"]
-
 _LISTS = (nn.ModuleList, nn.Sequential)
 
 

@@ -19,8 +19,6 @@ from fullshard.torch.unit.extensions import check_trained, is_extended, resting_
 from fullshard.torch.unit.sites import ParamSites, clean_name, notes_on
 from fullshard.torch.unit.unit import Unit, owner_of, set_owner
 
-__all__ = ["TiedSites", "find_parameters", "ignored_parts"]
-
 
 @dataclass(frozen=True)
 class TiedSites:

@@ -22,8 +22,6 @@ from fullshard.torch.tensor.tensor_parallel import held_here
 from fullshard.torch.unit.plan import Values
 from fullshard.torch.unit.sites import ParamSites
 
-__all__ = ["broadcast_buffers", "filled_with_nan", "initialise", "value_of_first_rank"]
-
 _aten = torch.ops.aten
 _MAKE_MEMORY = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty}
 

@@ -16,8 +16,6 @@ from fullshard.torch.step.managed import managed_units
 from fullshard.torch.unit.buffers import MemorySource
 from fullshard.torch.unit.unit import Unit
 
-__all__ = ["use_memory_pool"]
-
 _making = threading.Lock()  # ranks may be threads on one device
 
 

@@ -8,8 +8,6 @@ from torch import nn
 
 from fullshard.torch.unit.sites import clean_name
 
-__all__ = ["buffer_dtypes", "cast_buffers", "move_buffers"]
-
 _BUFFER_DTYPES = "_fullshard_buffer_dtypes"
 
 
@@ -24,10 +22,7 @@ def move_buffers(module: nn.Module, device: torch.device) -> None:
 def cast_buffers(
     module: nn.Module, dtype: torch.dtype, except_for: Sequence[type[nn.Module]] = ()
 ) -> None:
-    """Cast the floating-point buffers below ``module``, except those of the classes named.
-
-    `buffer_dtypes` tells what they were.
-    """
+    """Cast floating-point buffers but those of ``except_for``; see `buffer_dtypes`."""
     for each in module.modules():
         if isinstance(each, tuple(except_for)):
             continue

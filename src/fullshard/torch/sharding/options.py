@@ -13,18 +13,6 @@ from fullshard.core.layout import Align
 from fullshard.core.strategy import Offload, Precision
 from fullshard.torch.unit.buffers import dtype_name
 
-__all__ = [
-    "CPUOffload",
-    "CPUOffloadPolicy",
-    "DataParallelMeshDims",
-    "MixedPrecision",
-    "MixedPrecisionPolicy",
-    "OffloadPolicy",
-    "check_align",
-    "offload_of",
-    "precision_of",
-]
-
 
 @dataclass(frozen=True)
 class MixedPrecision:
@@ -169,10 +157,7 @@ def _float_name(name: str, dtype: Any) -> str | None:
 
 
 def precision_of(name: str, options: Any) -> Precision:
-    """Translate a `MixedPrecision`, a `MixedPrecisionPolicy` or None, given as ``name``.
-
-    Raises `ConfigurationError` naming the argument for anything else.
-    """
+    """Translate FSDP1's or FSDP2's options, or None; a `ConfigurationError` has the ``name``."""
     output, keep = None, False
     policy: MixedPrecision | MixedPrecisionPolicy
     if name == "mp_policy":

@@ -16,8 +16,6 @@ from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.comm.ranks import Ranks
 from fullshard.torch.unit.sites import ParamSites
 
-__all__ = ["AlignOrMatrix", "WholeMatrices", "is_matrix", "matrices_owned", "tables_of"]
-
 AlignOrMatrix = Align | Literal["matrix"]
 """The places where parameters may be cut; "matrix": nowhere, see [Note: Whole matrices]."""
 
@@ -26,10 +24,7 @@ _loads: "WeakKeyDictionary[Comm, list[float]]" = WeakKeyDictionary()
 
 
 def tables_of(root: nn.Module) -> set[int]:
-    """Return the identities of the dicts in which embeddings below ``root`` have their tables.
-
-    These are looked up, not multiplied: no optimizer wants them as matrices.
-    """
+    """Return identities of embeddings' dicts below ``root``: tables are only looked up."""
     tables = (nn.Embedding, nn.EmbeddingBag)
     return {id(each._parameters) for each in root.modules() if isinstance(each, tables)}
 

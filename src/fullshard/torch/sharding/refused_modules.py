@@ -9,8 +9,6 @@ from torch import Tensor, nn
 from fullshard.core.errors import ConfigurationError, NotSupportedError
 from fullshard.torch.unit.sites import ParamSites, clean_name
 
-__all__ = ["check_modules"]
-
 
 def check_modules(modules: Sequence[nn.Module], params: Iterable[ParamSites]) -> None:
     """Refuse modules below ``modules`` that write to ``params`` in forward, or alias them.

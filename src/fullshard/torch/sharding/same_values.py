@@ -25,8 +25,6 @@ from fullshard.torch.unit.plan import Plan, own_value
 from fullshard.torch.unit.sites import ParamSites
 from fullshard.torch.unit.unit import owner_of
 
-__all__ = ["StartingValues", "values_are_checked"]
-
 _NAMES_SHOWN = 10
 _NO_VALUE = torch.iinfo(torch.int64).min  # of a parameter on the meta device; no checksum is that
 

@@ -14,17 +14,6 @@ from fullshard.torch.step.tracker import ensure_tracker
 from fullshard.torch.unit.changes import gather_apart
 from fullshard.torch.unit.sites import clean_name
 
-__all__ = [
-    "keep_for_double_backward",
-    "mark_optional",
-    "reduce_once",
-    "require_gradient_sync",
-    "set_prefetch",
-    "set_separate_reduce_scatter_group",
-    "synchronize_gradients",
-    "using",
-]
-
 
 def require_gradient_sync(module: nn.Module, required: bool, *, recurse: bool = True) -> None:
     """Choose if the units of ``module`` (``recurse``: and below) reduce after backward."""

@@ -30,15 +30,6 @@ from fullshard.torch.unit.plan import Plan, own_value
 from fullshard.torch.unit.sites import WRAPPED, ParamSites, device_of
 from fullshard.torch.unit.unit import Unit
 
-__all__ = [
-    "NotCopied",
-    "ToShard",
-    "agree",
-    "shard_modules",
-    "shardable_parameters",
-    "take_over_below",
-]
-
 _ASSIGNS = "_fullshard_assigns"  # a load_state_dict that runs now, with assign=True
 
 

@@ -16,8 +16,6 @@ from fullshard.torch.unit.shards import span_of
 from fullshard.torch.unit.sites import notes_on
 from fullshard.torch.unit.unit import Unit
 
-__all__ = ["summon_full_params"]
-
 _INSTEAD = (
     "enter it on every rank, and do inside what one rank is to do: "
     "with summon_full_params(model, rank0_only=True, writeback=False): if rank == 0: ..."

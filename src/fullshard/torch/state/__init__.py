@@ -1,4 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sharded values in the forms that others want them in."""
-
-__all__: list[str] = []

@@ -28,31 +28,18 @@ from itertools import cycle, islice
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim import (
-    ASGD,
-    LBFGS,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
-    Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
-)
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from fullshard.torch.tensor.parameter import ShardedParameter
 
-__all__ = ["ELEMENTWISE", "looks_beyond", "plain_step", "state_of_all", "steps_apart"]
-
-ELEMENTWISE = frozenset(
-    {SGD, Adam, AdamW, NAdam, RAdam, Adamax, Adagrad, Adadelta, RMSprop, ASGD, Rprop}
+ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
+    {
+        *(optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax),
+        *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.ASGD, optim.Rprop),
+    }
 )
 """Classes of optimizers whose step is known to treat every element by itself. Classes derived from
 them are not meant: nobody knows what they do."""
@@ -85,10 +72,7 @@ class _Silent(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def steps_apart(optimizer: Optimizer) -> bool:
-    """Return True if ``optimizer`` has owners step the matrices that they have whole.
-
-    Elementwise optimizers of torch have no need to: they step spans, whatever these are of.
-    """
+    """Return True if owners step whole matrices; torch's elementwise ones have no need to."""
     return type(optimizer) not in ELEMENTWISE and looks_beyond(optimizer) is None
 
 
@@ -103,7 +87,7 @@ def looks_beyond(optimizer: Optimizer) -> str | None:
     if known is not None and known[0] == of:
         return known[1]
     try:
-        if isinstance(optimizer, LBFGS):  # its step cannot be tried: it wants a closure
+        if isinstance(optimizer, optim.LBFGS):  # its step cannot be tried: it wants a closure
             raise _LooksBeyondError("it takes dot products over all parameters together")
         with _lock:
             reason = _try(optimizer) or (_try_stack(optimizer) if of[1] else None)
@@ -240,10 +224,7 @@ def _stepped(
     grads: Sequence[Sequence[Tensor]],
     stepped: Sequence[int],
 ) -> tuple[list[Tensor], Optimizer]:
-    """Return the matrices that are ``stepped``, after steps beside others without gradients.
-
-    And the twin of the optimizer that stepped them.
-    """
+    """Return the ``stepped`` matrices, beside others without gradients, and what did it."""
     params = [
         nn.Parameter(each.clone() if number in stepped else torch.empty_like(each, device="meta"))
         for number, each in enumerate(start)

@@ -15,8 +15,6 @@ from fullshard.torch.comm.texts import broadcast_bytes
 from fullshard.torch.state.optimizers import cut_state
 from fullshard.torch.tensor.parameter import ShardedParameter
 
-__all__ = ["broadcast_state"]
-
 _TENSOR = "tensor"
 
 

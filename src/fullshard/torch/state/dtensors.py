@@ -22,8 +22,6 @@ from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.tensor.placements import placed
 from fullshard.torch.tensor.reslice import Cut, longest, reslice, rows_of_ranks
 
-__all__ = ["as_dtensors", "without_sharded_tensor"]
-
 BATCH_BYTES = 64 * 2**20  # of spans that are exchanged in one call
 
 

@@ -20,18 +20,6 @@ from fullshard.torch.tensor.ownership import gathered_together
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.tensor.placements import Placed
 
-__all__ = [
-    "AS_DTENSORS",
-    "LocalSpan",
-    "StateForm",
-    "ask_before_loading",
-    "change_form",
-    "collecting",
-    "hand_out",
-    "in_agreed_order",
-    "verify_same_values",
-]
-
 
 @dataclass(frozen=True)
 class StateForm:
@@ -201,10 +189,7 @@ def in_agreed_order(values: Mapping[K, Any]) -> dict[K, ShardedParameter]:
 
 
 def verify_same_values(values: Mapping[Any, ShardedParameter], what: str) -> None:
-    """Make sure that all ranks are about to send these same ``values``. Collective.
-
-    Raises `ConfigurationError` on all ranks, with those in which they differ.
-    """
+    """Raise `ConfigurationError` on all ranks unless all send these ``values``. Collective."""
     by_comm: dict[Comm, dict[str, str]] = {}
     for key, each in values.items():
         owner = each.ownership

@@ -36,16 +36,6 @@ from fullshard.torch.state.tensor_classes import put_together, taken_apart
 from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter
 
-__all__ = [
-    "as_span",
-    "cut_state",
-    "in_form",
-    "refuse_state_of_another",
-    "shard_state",
-    "translate",
-    "uncut_spans",
-]
-
 _TRANSLATED = "_fullshard_translates"
 _FRAMES = 8  # within which PyTorch's functions are found
 _INSTEAD = (
@@ -158,10 +148,7 @@ def _asked_by_names() -> bool:
 
 
 def _verify_same_numbers(numbered: Mapping[Any, ShardedParameter]) -> None:
-    """Raise if ranks number parameters differently: their DTensors would be of different ones.
-
-    Collective, of 32 bytes for each communicator.
-    """
+    """Raise if ranks number parameters differently, which would mix them. Collective: 32 bytes."""
     by_comm: dict[Comm, dict[str, str]] = {}
     for key, param in numbered.items():
         by_comm.setdefault(param.ownership.comm, {})[f"parameter {key}"] = param.ownership.name
@@ -254,10 +241,7 @@ def as_span(value: Any, param: Any) -> Any:
 def in_form(
     state: Mapping[Any, Mapping[str, Any]], form: StateForm, what: str, instead: str
 ) -> dict[Any, Any]:
-    """Return the state of all parameters in another form, in new dicts. See `change_form`.
-
-    What belongs to no parameter stays as it is.
-    """
+    """Return the state of parameters in another form, and all else, in new dicts: `change_form`."""
     of_all = {key: each for key, each in state.items() if not isinstance(each, Mapping)}
     of_params = {key: each for key, each in state.items() if key not in of_all}
     flat = {(key, name): value for key, each in of_params.items() for name, value in each.items()}

@@ -35,18 +35,6 @@ from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.buffers import dtype_name, dtype_of
 
-__all__ = [
-    "NUMBERS",
-    "catch_up",
-    "comms_of_owned",
-    "complete_state",
-    "exchanged",
-    "is_cut",
-    "place_in",
-    "plain_state",
-    "shown_state",
-]
-
 NUMBERS = {"step", "mu_product", "mu", "eta"}
 """State that is a number for a parameter, whatever shape that has: of Adam and its kin, NAdam,
 ASGD."""

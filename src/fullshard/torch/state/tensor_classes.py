@@ -17,8 +17,6 @@ from torch import Tensor
 from fullshard.core.errors import ConfigurationError
 from fullshard.torch.unit.buffers import dtype_name, dtype_of
 
-__all__ = ["names_of_parts", "put_together", "taken_apart"]
-
 _DTYPE, _TUPLE = "torch.dtype", "tuple"
 
 
@@ -50,10 +48,7 @@ def names_of_parts(value: Any) -> list[str]:
 
 
 def put_together(described: Mapping[str, Any] | None, parts: Sequence[Tensor]) -> Tensor:
-    """Make the tensor that was `taken_apart` into these; it shares the memory of ``parts``.
-
-    Raises `ConfigurationError` if its class is not known here.
-    """
+    """Invert `taken_apart`, without copies. Raises `ConfigurationError` for unknown classes."""
     if described is None:
         return parts[0]
     kind = _known().get(described["class"])

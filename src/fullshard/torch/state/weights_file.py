@@ -34,8 +34,6 @@ from fullshard.torch.tensor.tensor_parallel import tensor_parallel_of
 from fullshard.torch.unit.buffers import dtype_of
 from fullshard.torch.unit.sites import clean_name
 
-__all__ = ["DTYPE_NAMES", "Entries", "entries_of", "load_full_weights", "save_full_weights"]
-
 DTYPE_NAMES = {dtype_of(name): told for name, told in NAMES.items()}
 """The names that files have for dtypes."""
 
@@ -235,10 +233,7 @@ def _destinations(entries: Entries) -> dict[Comm, int | None]:
 
 
 def _sent(
-    comm: Comm,
-    unit: Mapping[str, ShardedParameter],
-    starts: Mapping[str, int],
-    destination: int,
+    comm: Comm, unit: Mapping[str, ShardedParameter], starts: Mapping[str, int], destination: int
 ) -> _Transfer:
     """Send this rank's spans of a unit to the one that writes: its bytes, rank by rank."""
     outgoing = torch.cat([_bytes_of(tensor.local) for tensor in unit.values()])

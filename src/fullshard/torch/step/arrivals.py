@@ -10,8 +10,6 @@ from torch import Tensor, nn
 
 from fullshard.core.errors import UsageError
 
-__all__ = ["Arrivals"]
-
 _graph_task = torch._C._current_graph_task_id
 
 

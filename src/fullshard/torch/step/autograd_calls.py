@@ -17,8 +17,6 @@ from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.guards.freed import FREED_VERSION
 
-__all__ = ["watch_autograd"]
-
 _ENGINE = "_engine_run_backward"
 _INPUTS = 4  # behind outputs, their gradients, retain_graph and create_graph
 _SPLIT = "stage_backward_input"  # of torch.distributed.pipelining

@@ -12,8 +12,6 @@ from fullshard.core.schedule.unit_step import UnitCall
 from fullshard.torch.step.managed import ManagedUnit
 from fullshard.torch.step.structures import WATCHED
 
-__all__ = ["WatchedCall", "check_backward"]
-
 
 class WatchedCall(UnitCall):
     """A call that hears of its gradients; its hooks keep it alive as long as its autograd graph."""

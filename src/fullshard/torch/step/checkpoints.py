@@ -14,17 +14,6 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode, _push_mode
 
-__all__ = [
-    "checkpoint_around",
-    "checkpointed_module",
-    "counts_operations",
-    "is_early_stop",
-    "is_recomputation",
-    "recompute",
-    "save_in_checkpoint",
-    "uncounted",
-]
-
 
 def checkpoint_around() -> Any:
     """Return a hook of the innermost checkpoint without reentrance that runs; None if none does."""

@@ -14,8 +14,6 @@ from fullshard.torch.step.profiling import OpRecorder, UnitMarks, profiler_runs
 from fullshard.torch.unit.streams import EarlyStream, has_streams
 from fullshard.torch.unit.unit import ACTIONS, Unit
 
-__all__ = ["Executor", "policy_of"]
-
 _ENDS_OF_REDUCES = (OpKind.ALL_REDUCE, OpKind.AWAIT_REDUCE)
 _NAMES = {kind: kind.value for kind in OpKind}  # to ask a member of an Enum is slow, too
 _NAMED = frozenset(OpKind) - {OpKind.SHRINK, OpKind.FREE}  # ranges in a profile

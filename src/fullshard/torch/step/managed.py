@@ -30,15 +30,6 @@ from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.sites import ParamSites
 from fullshard.torch.unit.unit import Unit
 
-__all__ = [
-    "ManagedUnit",
-    "StepWatcher",
-    "managed_unit_of",
-    "managed_units",
-    "paths_of_modules",
-    "speaks_for_all",
-]
-
 _ATTRIBUTE = "_fullshard_unit"
 _NONE = -2  # the number of no graph task
 

@@ -59,8 +59,6 @@ from fullshard.torch.step.managed import ManagedUnit, managed_unit_of
 from fullshard.torch.step.usage import carries_host_memory
 from fullshard.torch.unit.changes import take_over
 
-__all__ = ["OptionalUnits", "optional_units", "reachable"]
-
 
 class _Question:
     """The optional units directly inside one unit, and the ranks that are asked about them."""

@@ -23,15 +23,6 @@ from fullshard.torch.unit.changes import tie
 from fullshard.torch.unit.sites import clean_name, holders_in
 from fullshard.torch.unit.unit import Unit, is_of_a_unit, owner_of
 
-__all__ = [
-    "Structure",
-    "follow_holders",
-    "leads_to_others",
-    "make_ties",
-    "note_left_out",
-    "used_outside_their_unit",
-]
-
 _STRUCTURE = "_fullshard_structure"
 _LEFT_OUT = "_fullshard_left_out"
 

@@ -14,8 +14,6 @@ from fullshard.core.schedule import OF_PARAMETERS, OpKind
 from fullshard.torch.unit.streams import DeviceClock
 from fullshard.torch.unit.unit import Unit
 
-__all__ = ["NotedOp", "OpRecorder", "UnitMarks", "profiler_runs"]
-
 _HOLDS_UP = {  # the sums to which the host's time in an op counts
     "gather": "issue",
     "reduce": "issue",

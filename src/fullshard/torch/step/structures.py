@@ -10,18 +10,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = [
-    "WATCHED",
-    "AttributePlace",
-    "Swaps",
-    "attributes_with_gradients",
-    "holds_unknown",
-    "map_tensors",
-    "outputs_with_gradients",
-    "tensors_in",
-    "tensors_with_gradients",
-]
-
 _requires_grad, _leads_back = attrgetter("requires_grad"), attrgetter("grad_fn")
 WATCHED = "_fullshard_watched"
 """The attribute that marks a tensor of which some call of a unit awaits the gradient."""

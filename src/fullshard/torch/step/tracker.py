@@ -36,8 +36,6 @@ from fullshard.torch.unit.guards.sources import check_sources
 from fullshard.torch.unit.sites import clean_name
 from fullshard.torch.unit.unit import Unit
 
-__all__ = ["Tracker", "ensure_tracker", "tracker_of"]
-
 # Members of an Enum are slow to look up.
 _BACKWARD_BEGIN, _BACKWARD_END = Moment.BACKWARD_BEGIN, Moment.BACKWARD_END
 _STEP_END = Moment.STEP_END

@@ -23,8 +23,6 @@ from fullshard.torch.step.managed import ManagedUnit
 from fullshard.torch.unit.guards.optimizer_steps import take_steps
 from fullshard.torch.unit.unit import Unit
 
-__all__ = ["carries_host_memory", "settle_usage"]
-
 
 def settle_usage(units: Sequence[ManagedUnit]) -> None:
     """Join what ranks know of the backward that has ended, and act on it. Collective.

@@ -1,6 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sharded parameters, and the rules by which torch operations run on them."""
 
-from fullshard.torch.tensor import rules as rules
-
-__all__: list[str] = []
+import fullshard.torch.tensor.rules  # noqa: F401

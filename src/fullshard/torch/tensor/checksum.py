@@ -13,8 +13,6 @@ from torch import Tensor
 
 from fullshard.torch.tensor.tensor_parallel import held_here
 
-__all__ = ["checksum"]
-
 _ROW_WORDS = 2**16
 _DEVICE_ROWS = 2**8  # taken at once where each call is a kernel; a CPU takes what its cache holds
 

@@ -18,16 +18,6 @@ from fullshard.core.errors import UnshardedOperationError
 from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import Args, Kwargs, Rule, ShardedParameter, written_by
 
-__all__ = [
-    "arguments_of",
-    "count_change",
-    "leading_ownership",
-    "need_whole",
-    "on_lists",
-    "on_spans",
-    "refused",
-]
-
 
 def count_change(*changed: Tensor) -> None:
     """Raise the version of tensors that were written below autograd, where torch does not do so.
@@ -115,10 +105,7 @@ def _into(func: OpOverload, key: str | int) -> Rule:
 
 
 def leading_ownership(func: OpOverload, args: Args, kwargs: Kwargs) -> Ownership:
-    """Return the ownership of the first sharded operand that is not inside a list.
-
-    Raises `UnshardedOperationError` if there is none.
-    """
+    """Return the ownership of the first sharded operand outside of lists; refuse without one."""
     for arg in args:
         if isinstance(arg, ShardedParameter):
             return arg.ownership

@@ -27,8 +27,6 @@ from fullshard.torch.tensor.reductions import (
     unscale,
 )
 
-__all__ = ["RULES_OF_ALL", "foreach_norm"]
-
 _aten = torch.ops.aten
 
 
@@ -192,12 +190,8 @@ RULES_OF_ALL: dict[Any, Callable[[OpOverload], Rule]] = {
         (
             loss
             for name in (
-                "mse_loss",
-                "smooth_l1_loss",
-                "huber_loss",
-                "soft_margin_loss",
-                "binary_cross_entropy",
-                "binary_cross_entropy_with_logits",
+                *("mse_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss"),
+                *("binary_cross_entropy", "binary_cross_entropy_with_logits"),
             )
             for loss in (getattr(_aten, name), getattr(_aten, f"{name}_backward", None))
             if loss is not None

@@ -22,8 +22,6 @@ from fullshard.torch.tensor.placements import Placed
 from fullshard.torch.tensor.reslice import Cut, overlaps, reslice, rows_of_ranks
 from fullshard.torch.tensor.tensor_parallel import TensorParallel
 
-__all__ = ["Ownership", "gathered_together", "next_serial"]
-
 PADDING_BYTES = 2**24
 """That equal parts may take where few ranks hold nearly all: one gather is worth as much."""
 
@@ -118,10 +116,7 @@ class Ownership:
         )
 
     def cut(self, full: Tensor) -> Tensor:
-        """Return this rank's span of a tensor of the global shape, flattened.
-
-        Collective if that is a DTensor placed otherwise.
-        """
+        """Return this rank's flat span of a whole; collective for a DTensor placed otherwise."""
         cut = self.tensor_parallel
         if isinstance(full, DTensor):
             if self.placed is not None and full.device_mesh == self.placed.mesh:
@@ -193,10 +188,7 @@ class Ownership:
         return whole
 
     def whole(self, flat: Tensor) -> Tensor:
-        """Return the tensor of global shape, given the flat part that the ranks of ``comm`` share.
-
-        Collective over the tensor axis, if there is one.
-        """
+        """Return the whole tensor of a flat part; collective over the tensor axis, if any."""
         shape = self.part_shape
         if self.dim:
             row = shape[: self.dim] + shape[self.dim + 1 :]
@@ -206,10 +198,7 @@ class Ownership:
         return part if self.tensor_parallel is None else self.tensor_parallel.whole(part)
 
     def reshaped(self, shape: Sequence[int]) -> "Ownership":
-        """Return the ownership of the same elements, in the same order, in another shape.
-
-        The spans may not be whole rows of that.
-        """
+        """Return where the same elements are in another shape, perhaps as parts of its rows."""
         held = rows_of_ranks(shape, self.comm.size)
         still = self.placed is not None and bool(shape) and _are_equal(held, self.spans)
         return replace(self, shape=tuple(shape), placed=self.placed if still else None)

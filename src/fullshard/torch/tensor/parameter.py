@@ -26,17 +26,6 @@ from fullshard.torch.comm.watch.roll_call import call_roll
 from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.put_off import Local
 
-__all__ = [
-    "RULES",
-    "Args",
-    "DerivedDTensor",
-    "Kwargs",
-    "Rule",
-    "ShardedDTensor",
-    "ShardedParameter",
-    "written_by",
-]
-
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Rule = Callable[[Args, Kwargs], Any]
@@ -44,10 +33,7 @@ Rule = Callable[[Args, Kwargs], Any]
 
 
 class _Rules(dict[OpOverload, Rule]):
-    """The rule of each operation, decided when the operation is first called.
-
-    Threads may decide on the same operation at the same time; they decide alike.
-    """
+    """The rule of each operation, decided at its first call; threads decide alike."""
 
     def decided_by(self, decide: Callable[[OpOverload], Rule]) -> Callable[[OpOverload], Rule]:
         """Let ``decide`` find the rule of an operation; for `fullshard.torch.tensor.rules`."""
@@ -69,6 +55,7 @@ def _refusal(name: str) -> Any:
     """Return a method that refuses what needs the memory of all elements."""
 
     def refuse(self: "ShardedParameter", *args: Any, **options: Any) -> NoReturn:
+        """Refuse: it needs the memory of all elements."""
         raise UnshardedOperationError(
             f"{name} needs the memory of {self.ownership}. Use it on .local or .full_tensor()"
         )

@@ -13,8 +13,6 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from fullshard.core.errors import NotSupportedError
 from fullshard.torch.tensor.tensor_parallel import TensorParallel
 
-__all__ = ["Placed", "placed"]
-
 
 class Placed(NamedTuple):
     """A mesh, and a placement for each of its dims."""

@@ -12,8 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Local", "PutOff"]
-
 _PUT_OFF = "_fullshard_put_off"
 
 

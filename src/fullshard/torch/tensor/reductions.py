@@ -35,17 +35,6 @@ from fullshard.core.errors import UsageError
 from fullshard.torch.comm.protocol import ReduceOp
 from fullshard.torch.tensor.ownership import Ownership
 
-__all__ = [
-    "GlobalScalar",
-    "SummedScalar",
-    "global_extreme",
-    "global_norms",
-    "global_statistic",
-    "global_sum",
-    "global_truth",
-    "unscale",
-]
-
 
 class GlobalScalar(torch.Tensor):
     """A number that every rank has: a plain 0-dim tensor that also answers ``full_tensor()``.
@@ -81,11 +70,7 @@ class GlobalScalar(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run ``func``; keep the type of small new tensors and leave all else as it comes."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -113,11 +98,7 @@ class SummedScalar(GlobalScalar):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run ``func`` as for a `GlobalScalar`; warn of a sum over ranks."""
         if (kwargs or {}).get("op") == dist.ReduceOp.SUM:  # as only reductions over ranks have
@@ -139,9 +120,7 @@ def _scalar(number: Tensor, owners: Sequence[Ownership]) -> Tensor:
 
 
 def global_norms(
-    parts: Sequence[tuple[Tensor, Ownership | None]],
-    order: float,
-    dtype: torch.dtype | None = None,
+    parts: Sequence[tuple[Tensor, Ownership | None]], order: float, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
     """Return the norm of order ``order`` of each whole tensor; see [Note: Norms across ranks].
 

@@ -12,8 +12,6 @@ from torch import Tensor
 from fullshard.core.layout import Span, SpansOfRanks
 from fullshard.torch.comm.protocol import Comm, Parts
 
-__all__ = ["Cut", "longest", "overlaps", "reslice", "rows_of_ranks", "start_reslice"]
-
 _order = itemgetter(0, 1)  # of pieces: rank, number of the cut
 
 

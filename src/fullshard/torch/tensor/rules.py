@@ -32,8 +32,6 @@ from fullshard.torch.tensor.global_rules import RULES_OF_ALL, foreach_norm
 from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import RULES, Args, Kwargs, Rule, ShardedParameter
 
-__all__: list[str] = []
-
 _aten = torch.ops.aten
 
 
@@ -189,10 +187,7 @@ def _part(owner: Ownership, start: int, shape: Sequence[int]) -> Ownership:
 
 
 def _new_values(func: OpOverload) -> Rule:
-    """Make a plain tensor for ``new_empty(size)`` and its kin, which name their own size.
-
-    A DTensor makes DTensors: of its own size one that is cut alike.
-    """
+    """Make a plain tensor for ``new_empty(size)`` and its kin; a DTensor makes its like."""
 
     def rule(args: Args, kwargs: Kwargs) -> Any:
         value, size, *others = args

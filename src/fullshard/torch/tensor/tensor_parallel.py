@@ -20,8 +20,6 @@ from fullshard.torch.comm.checked import checked_in_debug_mode
 from fullshard.torch.comm.process_group import ProcessGroupComm, forget_destroyed
 from fullshard.torch.comm.protocol import Comm
 
-__all__ = ["TensorParallel", "held_here", "tensor_parallel_of"]
-
 _communicators: "weakref.WeakKeyDictionary[dist.ProcessGroup, Comm]"
 _communicators = weakref.WeakKeyDictionary()
 
@@ -91,10 +89,7 @@ class TensorParallel:
 
 
 def tensor_parallel_of(name: str, param: Tensor) -> TensorParallel | None:
-    """Return how ``param`` is cut along a tensor axis, or None if it is not a DTensor.
-
-    Raises `NotSupportedError` for placements other than ``Shard`` and ``Replicate``.
-    """
+    """Return how a DTensor is cut. Raises `NotSupportedError` but for ``Shard``, ``Replicate``."""
     if not isinstance(param, DTensor):
         return None
     mesh, placements = param.device_mesh, tuple(param.placements)
@@ -109,12 +104,7 @@ def tensor_parallel_of(name: str, param: Tensor) -> TensorParallel | None:
         if isinstance(placement, Shard)
     )
     return TensorParallel(
-        mesh,
-        placements,
-        tuple(param.shape),
-        param.stride(),
-        tuple(held_here(param).shape),
-        comms,
+        mesh, placements, tuple(param.shape), param.stride(), tuple(held_here(param).shape), comms
     )
 
 

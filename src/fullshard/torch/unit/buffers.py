@@ -22,8 +22,6 @@ import torch
 
 from fullshard.core.layout import aligned_bytes
 
-__all__ = ["Division", "FlatBuffer", "MemorySource", "Size", "dtype_name", "dtype_of", "lie_alike"]
-
 Size = tuple[int, torch.dtype]
 """The number of elements of a tensor in a `FlatBuffer`, and their dtype."""
 

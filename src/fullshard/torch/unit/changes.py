@@ -19,19 +19,6 @@ from fullshard.torch.unit.shards import Shards
 from fullshard.torch.unit.sites import ParamSites, notes_on
 from fullshard.torch.unit.unit import Unit, UnitState, owner_of, set_owner
 
-__all__ = [
-    "LOW_PRECISION",
-    "check_initialised",
-    "follow_conversion",
-    "follow_requires_grad",
-    "gather_apart",
-    "give_up",
-    "rest_as",
-    "rest_on",
-    "take_over",
-    "tie",
-]
-
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 
 

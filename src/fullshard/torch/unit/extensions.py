@@ -31,16 +31,6 @@ from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.unit.buffers import FlatBuffer
 from fullshard.torch.unit.sites import ParamSites
 
-__all__ = [
-    "Extension",
-    "check_trained",
-    "is_extended",
-    "plain_data",
-    "put_bytes",
-    "resting_bytes",
-    "without_values",
-]
-
 
 def is_extended(param: Tensor) -> bool:
     """True if the parameter's class has FSDP2's hooks around gathers, or rests as bytes."""

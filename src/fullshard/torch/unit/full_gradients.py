@@ -24,8 +24,6 @@ from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.shards import Shards
 from fullshard.torch.unit.streams import Lenders
 
-__all__ = ["FullGradients"]
-
 
 class FullGradients:
     """The full gradients of a unit, by the index of their parameter.

@@ -24,8 +24,6 @@ from fullshard.torch.unit.shards import Place, Shards
 from fullshard.torch.unit.sites import notes_on
 from fullshard.torch.unit.streams import CopyStream, EarlyStream, Lenders
 
-__all__ = ["CustomGather", "FullParameters", "GradientWatch", "view_of"]
-
 CustomGather = Callable[[Tensor, Tensor], Any]
 """A gather that users may set in place of the communicator's: (full, shard) -> work or None."""
 

@@ -26,9 +26,6 @@ from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.shards import Shards
 from fullshard.torch.unit.streams import CopyStream
 
-__all__ = ["Gradients", "ReduceSettings"]
-
-
 _DONE = Done()
 
 

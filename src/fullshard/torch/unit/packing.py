@@ -16,8 +16,6 @@ from fullshard.core.layout import Segment, Slot
 from fullshard.torch.unit.buffers import FlatBuffer
 from fullshard.torch.unit.plan import Plan
 
-__all__ = ["PackedArrival", "Unpacking", "pieces_of", "travelling_pieces"]
-
 
 def pieces_of(value: Tensor, slot: Slot, shards: int) -> list[Tensor]:
     """Take a tensor of the parameter's shape apart into the chunks that ranks hold: views."""

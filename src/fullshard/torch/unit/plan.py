@@ -16,8 +16,6 @@ from fullshard.torch.unit.extensions import plain_data
 from fullshard.torch.unit.sites import ParamSites
 from fullshard.torch.unit.streams import has_streams
 
-__all__ = ["Plan", "Values", "own_value"]
-
 Values = Callable[[ParamSites], Tensor]
 """Gives the values that a parameter is to have: a full tensor, or one that is sharded alike."""
 

@@ -20,8 +20,6 @@ from fullshard.torch.unit.guards.replaced import mark_replaced, take_over_hooks
 from fullshard.torch.unit.plan import Plan, Values
 from fullshard.torch.unit.sites import ParamSites, notes_on
 
-__all__ = ["Place", "Shards", "span_of"]
-
 _requires_grad = attrgetter("requires_grad")
 
 

@@ -18,18 +18,6 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec
 from fullshard.torch.tensor.tensor_parallel import TensorParallel
 
-__all__ = [
-    "WRAPPED",
-    "Holder",
-    "Holders",
-    "ParamSites",
-    "clean_name",
-    "device_of",
-    "holders_in",
-    "notes_on",
-]
-
-
 WRAPPED = "_fsdp_wrapped_module"
 """The attribute under which FSDP1 wrappers keep the wrapped module; users see it in ``print``."""
 

@@ -28,9 +28,6 @@ from typing import Any, Literal
 
 import torch
 
-__all__ = ["CopyStream", "DeviceClock", "EarlyStream", "Lenders", "has_streams"]
-
-
 Direction = Literal["to the device", "to the host"]
 
 # One stream for each way: a device has one copy engine for it, and what the allocator caches for a

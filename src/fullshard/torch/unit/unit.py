@@ -41,8 +41,6 @@ from fullshard.torch.unit.shards import Shards
 from fullshard.torch.unit.sites import Holder, Holders, ParamSites
 from fullshard.torch.unit.streams import EarlyStream
 
-__all__ = ["ACTIONS", "Unit", "UnitState", "is_of_a_unit", "owner_of", "set_owner"]
-
 _OWNER = "_fullshard_owner"
 _version = attrgetter("_version")
 _go_through = deque[Any](maxlen=0).extend

@@ -3,5 +3,3 @@
 
 Nothing in here loads torch.
 """
-
-__all__: list[str] = []

@@ -28,8 +28,6 @@ from fullshard.train.jax.optimizer import adamw
 from fullshard.train.jax.run import DeviceWorld, JaxRun, device_stats, loss_of
 from fullshard.train.loop import train
 
-__all__ = ["build_model", "launch", "prepare"]
-
 _SIMULATED = 2  # devices without an accelerator, unless somebody says
 
 

@@ -18,15 +18,6 @@ from jax import Array
 from fullshard.core.presets import Transformer
 from fullshard.jax import scan_layers
 
-__all__ = [
-    "NnxAttention",
-    "NnxBlock",
-    "NnxDigitNet",
-    "NnxFeedForward",
-    "NnxGPT",
-    "rotary",
-]
-
 _STD = 0.02
 
 Angles = tuple[Array, Array]

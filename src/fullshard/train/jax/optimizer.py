@@ -16,8 +16,6 @@ from jax import Array
 
 from fullshard.train.config import OptimConfig, learning_rate
 
-__all__ = ["AdamWState", "adamw"]
-
 _EPS = 1e-8  # torch's and optax's own
 _CLIP_EPS = 1e-6  # torch's: a gradient of exactly the longest norm is scaled, too
 
@@ -31,14 +29,13 @@ class AdamWState(NamedTuple):
 
 
 def adamw(optim: OptimConfig, steps: int) -> optax.GradientTransformationExtraArgs:
-    """Return the optimizer of a run of ``steps`` steps.
-
-    ``update`` takes the loss as ``value=``, as `fullshard.jax.TrainStep` gives it.
-    """
+    """Return the optimizer of a run; ``update`` takes the loss, as `TrainStep` gives it."""
     rates = np.array([learning_rate(optim, steps, step) for step in range(steps)], np.float32)
     inner = optax.chain(
         optax.scale_by_adam(optim.beta1, optim.beta2, _EPS),
-        optax.add_decayed_weights(optim.weight_decay, _matrices),
+        optax.add_decayed_weights(
+            optim.weight_decay, lambda params: jax.tree.map(lambda param: param.ndim >= 2, params)
+        ),
     )
 
     def init(params: Any) -> AdamWState:
@@ -67,7 +64,3 @@ def adamw(optim: OptimConfig, steps: int) -> optax.GradientTransformationExtraAr
 def _global_norm(grads: Any) -> Array:
     squares = [jnp.sum(jnp.square(grad.astype(jnp.float32))) for grad in jax.tree.leaves(grads)]
     return jnp.sqrt(sum(squares, jnp.zeros(())))
-
-
-def _matrices(params: Any) -> Any:
-    return jax.tree.map(lambda param: param.ndim >= 2, params)

@@ -12,8 +12,6 @@ from fullshard.report.files import age_of_process_s
 from fullshard.train.metrics import writing
 from fullshard.train.run import NoRecord, World
 
-__all__ = ["StepsRecord"]
-
 _MISSING = "units: XLA orders what they do inside of one compiled step (jax.profiler shows it)"
 
 
@@ -48,7 +46,6 @@ class StepsRecord(NoRecord):
         return self._writer.path
 
     def goes_on_from(self, step: int) -> None:
-        """Number the present step ``step``."""
         self._step = step
 
     @contextmanager

@@ -33,8 +33,6 @@ from fullshard.train.data import Batch
 from fullshard.train.jax.record import StepsRecord
 from fullshard.train.run import BytesRow, StepOutcome, TrainingRun, World
 
-__all__ = ["DeviceWorld", "JaxRun", "cross_entropy", "device_stats", "loss_of"]
-
 _TEMPERATURE = 0.7  # of the sample of text
 
 
@@ -49,7 +47,6 @@ class JaxRun(TrainingRun):
 
     @property
     def parameters_numel(self) -> int:
-        """See `TrainingRun.parameters_numel`."""
         return sum(place.spec.numel for place in self.step.placements)
 
     def step_on(self, batch: Batch, rate: float) -> StepOutcome:
@@ -80,7 +77,6 @@ class JaxRun(TrainingRun):
 
     @contextmanager
     def recorded(self, folder: str) -> Iterator[None]:
-        """See `TrainingRun.recorded`."""
         if not (self.config.log.record and folder):
             yield
             return
@@ -109,7 +105,6 @@ class JaxRun(TrainingRun):
     def save_step(
         self, folder: RunFolder, step: int, extra: dict[str, Any], asynchronous: bool
     ) -> Saving:
-        """See `TrainingRun.save_step`."""
         names, about = self.layout
         return save_checkpoint(
             folder,
@@ -122,11 +117,9 @@ class JaxRun(TrainingRun):
         )
 
     def is_finite(self) -> bool:
-        """See `TrainingRun.is_finite`."""
         return bool(_all_finite((self.state.params, self.state.optimizer.inner)))
 
     def save_weights(self, path: Path) -> None:
-        """See `TrainingRun.save_weights`."""
         save_weights(path, self.state, self.names)
 
     def bytes_rows(self) -> list[BytesRow]:
@@ -159,7 +152,6 @@ class JaxRun(TrainingRun):
         ]
 
     def write_text(self, prompt: bytes, count: int) -> bytes:
-        """See `TrainingRun.write_text`."""
         rows = np.frombuffer(prompt, np.uint8)[None].astype(np.int32)
         seed = self.config.train.seed
         drawn = generate(self.step, self.state, rows, count, _TEMPERATURE, seed)
@@ -251,18 +243,15 @@ class DeviceWorld(World):
         self.where: str = self.name
 
     def device_memory(self) -> tuple[int, int] | None:
-        """See `World.device_memory`."""
         stats = device_stats()
         if "peak_bytes_in_use" in stats and "bytes_limit" in stats:
             return stats["peak_bytes_in_use"], stats["bytes_limit"]
         return None
 
     def somewhere(self, *flags: bool) -> tuple[bool, ...]:
-        """See `World.somewhere`."""
         if jax.process_count() == 1:
             return flags
         return tuple(multihost_utils.process_allgather(np.array(flags)).any(axis=0).tolist())
 
     def shared_text(self, text: str) -> str:
-        """See `World.shared_text`."""
         return process_ranks().broadcast(text.encode()).decode()

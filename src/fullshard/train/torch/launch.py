@@ -32,8 +32,6 @@ from fullshard.train.torch.models import (
 from fullshard.train.torch.run import RankWorld, TorchRun, joined
 from fullshard.wrap import ModuleWrapPolicy
 
-__all__ = ["build_model", "launch", "make_optimizer", "prepare", "shard"]
-
 GRACE_S = 120.0  # that ranks have to save after a signal
 _OPTIONAL: dict[str, type[nn.Module]] = {"moe": FeedForward, "vlm": PictureTower}
 """The class of modules, by model, that are units which ranks may leave out."""

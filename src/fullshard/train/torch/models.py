@@ -12,18 +12,6 @@ from torch.nn import functional as F
 
 from fullshard.core.presets import Transformer
 
-__all__ = [
-    "GPT",
-    "Attention",
-    "Block",
-    "DigitNet",
-    "FeedForward",
-    "IllustratedGPT",
-    "MixtureOfExperts",
-    "PictureTower",
-    "Rotary",
-]
-
 
 class Rotary(nn.Module):
     """Rotary positions (arXiv:2104.09864): pairs of a head's features turn with the position."""

@@ -30,8 +30,6 @@ from fullshard.train.fits import way_to_fit
 from fullshard.train.metrics import writing
 from fullshard.train.run import BytesRow, StepOutcome, TrainingRun, World
 
-__all__ = ["RankWorld", "TorchRun", "agree", "joined"]
-
 _TEMPERATURE = 0.7  # of the sample of text
 
 
@@ -47,11 +45,9 @@ class TorchRun(TrainingRun):
 
     @property
     def parameters_numel(self) -> int:
-        """See `TrainingRun.parameters_numel`."""
         return sum(param.numel() for param in self.model.parameters())
 
     def step_on(self, batch: Batch, rate: float) -> StepOutcome:
-        """See `TrainingRun.step_on`."""
         self.optimizer.zero_grad()
         logits, targets = self._forward(batch)
         loss = F.cross_entropy(logits, targets)
@@ -100,7 +96,6 @@ class TorchRun(TrainingRun):
         return logits.flatten(0, -2).float(), targets.flatten()
 
     def load_step(self, folder: RunFolder) -> tuple[Loaded, str]:
-        """See `TrainingRun.load_step`."""
         loaded = load_checkpoint(folder, self.model, self.optimizer, fallback=True)
         same_ranks = loaded.world == self.world.size and loaded.restore_random_state()
         return loaded, "" if same_ranks else f", saved by {loaded.world} ranks"
@@ -108,14 +103,12 @@ class TorchRun(TrainingRun):
     def save_step(
         self, folder: RunFolder, step: int, extra: dict[str, Any], asynchronous: bool
     ) -> Saving:
-        """See `TrainingRun.save_step`."""
         model, optimizer = self.model, self.optimizer
         return save_checkpoint(
             folder, model, optimizer, step=step, extra=extra, asynchronous=asynchronous
         )
 
     def is_finite(self) -> bool:
-        """See `TrainingRun.is_finite`."""
         params = list(self.model.parameters())
         states = [self.optimizer.state.get(param, {}).values() for param in params]
         values = [*params, *(value for state in states for value in state)]
@@ -124,12 +117,10 @@ class TorchRun(TrainingRun):
         return not any(self.world.somewhere(bad))
 
     def save_weights(self, path: Path) -> None:
-        """See `TrainingRun.save_weights`."""
         save_full_weights(self.model, path)
 
     @contextmanager
     def recorded(self, folder: str) -> Iterator[None]:
-        """See `TrainingRun.recorded`."""
         if not (self.config.log.record and folder):
             yield
             return
@@ -228,7 +219,6 @@ class RankWorld(World):
         self.driver = torch.cuda.get_device_name(device) if cuda else device.type
 
     def device_memory(self) -> tuple[int, int] | None:
-        """See `World.device_memory`."""
         if self.device.type != "cuda":
             return None
         total = torch.cuda.mem_get_info(self.device)[1]
@@ -240,18 +230,15 @@ class RankWorld(World):
         return values
 
     def of_all(self, *values: float) -> list[list[float]]:
-        """See `World.of_all`."""
         rows = torch.zeros(self.size, len(values), dtype=torch.float64, device=self.device)
         rows[self.part[0]] = torch.tensor(values, dtype=torch.float64, device="cpu")
         return self.total(rows).tolist()
 
     def somewhere(self, *flags: bool) -> tuple[bool, ...]:
-        """See `World.somewhere`."""
         counts = self.total(torch.tensor(flags, dtype=torch.float64, device=self.device))
         return tuple(count > 0 for count in counts.tolist())
 
     def shared_text(self, text: str) -> str:
-        """See `World.shared_text`."""
         return broadcast_bytes(self.comm, text.encode(), self.device).decode()
 
 

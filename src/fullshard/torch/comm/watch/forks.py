@@ -12,8 +12,6 @@ import torch.distributed as dist
 
 from fullshard.core.errors import UsageError
 
-__all__ = ["forked", "refuse_inherited_world", "this_process"]
-
 
 class _Process:
     """This process, and the process group that it had when it was forked."""

@@ -18,8 +18,6 @@ import torch.distributed as dist
 
 from fullshard.torch.comm.sibling_groups import backend_of
 
-__all__ = ["PARTED", "CallLog", "deadlock", "parting", "wake"]
-
 PARTED = "the ranks have parted: "
 _KEPT = 64  # calls: more than are ever under way, and enough to see what came next before
 

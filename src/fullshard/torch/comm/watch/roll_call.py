@@ -12,8 +12,6 @@ from fullshard.torch.comm.process_group import witness_of
 from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.comm.watch.watchdog import PERIOD_S, Standing, Watchdog, Witness
 
-__all__ = ["call_roll"]
-
 PATIENCE_S = 0.5  # for so long nobody asks where the others are
 LONGEST_PAUSE_S = 0.02  # between two looks at the counter, and a little more for each rank
 PEERS_ASKED = 64  # at a time, whatever the size of the group

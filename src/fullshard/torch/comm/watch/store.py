@@ -7,8 +7,6 @@ from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
-__all__ = ["STORE_TIMEOUT", "connect_to_server_of", "own_store"]
-
 STORE_TIMEOUT = timedelta(seconds=5)
 _NEVER_SET = "fullshard sets no such key"
 

@@ -5,8 +5,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["STORE_ENDED", "lines_of", "way_out"]
-
 _LEFT = "has left the process group"
 _NOTHING_AWAITED = "waits for nothing"
 STORE_ENDED = "the process that keeps the store has ended"

@@ -28,8 +28,6 @@ from fullshard.torch.comm.watch.parting import PARTED, CallLog, deadlock, partin
 from fullshard.torch.comm.watch.store import STORE_TIMEOUT, connect_to_server_of, own_store
 from fullshard.torch.comm.watch.table import STORE_ENDED, lines_of, way_out
 
-__all__ = ["Progress", "Standing", "Watchdog", "Witness", "period_s_of"]
-
 PERIOD_S = 1.0
 RANKS_A_SECOND = 4096  # may write to the store: in larger worlds each of them does so more rarely
 RECORDS_READ = 64  # of other ranks, by one that fails; more would be all by all
@@ -56,10 +54,7 @@ _progress = Progress()
 
 
 class Standing(NamedTuple):
-    """The progress of this rank in a family: roll calls completed, collectives issued since.
-
-    All ranks of the family come through the same places in the same order.
-    """
+    """Roll calls completed and collectives issued since, in a family whose ranks do the same."""
 
     rolls: int = 0
     issued: int = 0
@@ -101,10 +96,7 @@ class Witness:
             self.watchdog.look_after(self)
 
     def issues(self, what: str) -> None:
-        """Note that ``what`` is about to be issued.
-
-        Raises if the group has failed, or this is a forked child of the process that made it.
-        """
+        """Note that ``what`` is about to be issued; raises as `stop_if_failed` does."""
         self.stop_if_failed(what)
         _progress.issued = (what, time.time())
         if self.watchdog is not None:
@@ -161,10 +153,7 @@ class Witness:
         )
 
     def stop_if_failed(self, what: str) -> None:
-        """Raise `CommunicationError` before ``what`` if the group has failed.
-
-        Raises `UsageError` in a forked child.
-        """
+        """Raise `CommunicationError` if the group has failed, `UsageError` in a forked child."""
         if self._pid != this_process.pid:
             raise forked(self._pid, what)
         watchdog = self.watchdog
@@ -206,10 +195,7 @@ class Watchdog:
 
     @classmethod
     def of_this_process(cls) -> "Watchdog | None":
-        """Return that of the default group, started if need be; None if there is no store.
-
-        Not collective.
-        """
+        """Return that of the default group, started if need be; None if there is no store."""
         with cls._starting:
             if cls._current is None or not cls._current.is_of_present_world():
                 store = own_store()
@@ -303,10 +289,7 @@ class Watchdog:
                 self.store.set(_failure_of(family), text)
 
     def table(self, members: Sequence[int]) -> str:
-        """Write one line for each of the other ranks, or for several in the same place.
-
-        In large groups some of them are asked, other ones by each rank that fails.
-        """
+        """Write a line for each other rank, or several alike; in large groups some are asked."""
         everybody = [rank for rank in members if rank != self.rank]
         others = sorted(_random.sample(everybody, min(RECORDS_READ, len(everybody))))
         if not self.store_lives():

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["FREED_VERSION", "Freed"]
-
 FREED_VERSION = 2**20
 """The version of freed parameters; no loop writes so often to a full parameter."""
 

@@ -11,8 +11,6 @@ from torch.distributed.tensor import DTensor
 from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.torch.tensor.parameter import ShardedParameter
 
-__all__ = ["check_lent", "refuse_transform"]
-
 _LENDERS = ("functional_call", "_functional_call")
 
 

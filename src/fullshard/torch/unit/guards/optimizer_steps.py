@@ -14,8 +14,6 @@ import torch
 
 from fullshard.torch.comm.protocol import Comm
 
-__all__ = ["Gathered", "await_before_steps", "count_step", "take_steps"]
-
 
 class Gathered(Protocol):
     """The full parameters of a unit."""

@@ -13,15 +13,6 @@ from torch import Tensor, nn
 from fullshard.core.errors import UsageError
 from fullshard.torch.tensor.parameter import ShardedParameter
 
-__all__ = [
-    "Successor",
-    "last_replacement",
-    "mark_replaced",
-    "name_of_replacement",
-    "put_back",
-    "take_over_hooks",
-]
-
 _MARK = "_fullshard_replaced_as"
 _GUARD = "_fullshard_guard"  # the hook that stops gradients of what was replaced
 

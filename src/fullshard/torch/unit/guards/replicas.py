@@ -16,8 +16,6 @@ from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.tensor.checksum import checksum
 from fullshard.torch.unit.unit import Unit
 
-__all__ = ["SWITCH", "check_replicas"]
-
 SWITCH = "FULLSHARD_CHECK_VALUES"
 """The environment variable that turns comparisons of values off, by 0."""
 

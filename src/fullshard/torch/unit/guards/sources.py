@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from fullshard.core.errors import ConfigurationError
 from fullshard.torch.unit.unit import Unit
 
-__all__ = ["check_sources"]
-
 
 def check_sources(units: Sequence[Unit]) -> None:
     """Raise `ConfigurationError` if units of one model are means over the samples of other ranks.

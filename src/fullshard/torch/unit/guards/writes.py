@@ -17,8 +17,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from fullshard.core.errors import UsageError
 from fullshard.torch.tensor.checksum import checksum
 
-__all__ = ["Writes"]
-
 
 class Writes:
     """The watch over one unit's full parameters, ``params``, for writes in forward."""

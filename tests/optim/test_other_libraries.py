@@ -42,6 +42,7 @@ def maker(kind, **options):
     return lambda model: muon_and_adamw(model, muon=make)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "path", [*ADMITTED, *(pytest.param(path, marks=pytest.mark.thorough) for path in IN_SURVEYS)]
 )

@@ -127,6 +127,7 @@ def test_blocks_are_one_graph_that_is_compiled_once(gloo_world, in_eager, build,
         assert graphs == [1, 1, 1]  # both blocks share it
 
 
+@pytest.mark.thorough
 def test_inductor(gloo_world, in_eager):
     runs = gloo_world.run(2, train, compiled_in_part, "function", fullgraph=True)
     check(runs, in_eager["function"])

@@ -269,6 +269,7 @@ def test_training_comes_close(choice):
             assert (param - exact[name]).abs().mean() < 2e-3
 
 
+@pytest.mark.thorough
 def test_processes_train_as_threads_do(gloo_world):
     compression = CommunicationCompression("fp8", "int8", error_feedback=True, block_numel=64)
     threads = LocalWorld(3).run(lambda comm: train(comm, compression))

@@ -437,6 +437,7 @@ def test_a_frozen_model_behind_a_trained_part_is_reached_on_all_ranks():
     check_gradients(2, backward, lambda comm: frozen(sharded(comm, "fully_shard")), frozen(Model()))
 
 
+@pytest.mark.thorough
 def test_processes_run_different_parts(gloo_world):
     expected = of_one_process(3, steps_on_gloo(3))
     for history in gloo_world.run(3, train_on_gloo):

@@ -202,7 +202,7 @@ OPTIONS = {
         ("wrapper", "function", "from the first rank", 4),
         survey(("wrapper", "function", "flat", 2)),
         ("function", "function", "whole and flat", 2),
-        ("wrapper", "wrapper", "whole", 2),
+        survey(("wrapper", "wrapper", "whole", 2)),
     ],
 )
 @on_processes("size")

@@ -167,7 +167,7 @@ def assert_trains_alike(name, mesh=None, rows=None, **more):
     return step, state
 
 
-SURVEYED = ("list", "stack", "tree", "contrastive")  # others have what these have
+SURVEYED = ("list", "stack", "tree", "linen", "contrastive")  # others have what these have
 
 
 @pytest.mark.parametrize("name", [survey(name) if name in SURVEYED else name for name in CASES])

@@ -20,13 +20,16 @@ from fullshard.testing import LocalWorld
 from fullshard.torch import exchange_matrices
 
 ADMITTED = [
-    *(f"pytorch_optimizer.{name}" for name in ("CAME", "LARS", "NorMuon", "SOAP")),
+    *(f"pytorch_optimizer.{name}" for name in ("CAME", "SOAP")),
     *("schedulefree.AdamWScheduleFree", "transformers.optimization.Adafactor"),
     "bitsandbytes.optim.LAMB8bit",
 ]
 IN_SURVEYS = [
     *(f"pytorch_optimizer.{name}" for name in ("AdaFactor", "AdaMuon", "AdamP", "Lamb", "Lion")),
-    *(f"pytorch_optimizer.{name}" for name in ("Muon", "SCION", "SM3", "Shampoo")),
+    *(
+        f"pytorch_optimizer.{name}"
+        for name in ("LARS", "Muon", "NorMuon", "SCION", "SM3", "Shampoo")
+    ),
     *(f"bitsandbytes.optim.{name}" for name in ("AdamW8bit", "Lion8bit")),
 ]
 

@@ -57,6 +57,7 @@ def check(of_ranks, expected):
 MUON = {"make": muon_for_experts, "align": "matrix"}
 
 
+@pytest.mark.thorough
 def test_over_micro_batches(gloo_world):
     of_ranks = gloo_world.run_joined(4, train, "stacked", 2, 2, 2, keeps=True, **MUON)
     check(of_ranks, in_one_process("stacked", 4, 2))

@@ -56,9 +56,8 @@ def test_a_shrunk_unit_gathers_from_its_part():
     assert found.sent == {0: Sent(90, 30), 1: Sent(90, 30)}
     assert found.peak_bytes == 100 + 25 + 25  # the part is there until its gather is
     held = HeldUnits({0: cost})
-    kinds = OpKind.GATHER, OpKind.AWAIT_GATHER, OpKind.SHRINK, OpKind.FREE
-    buffers = []
-    for kind in kinds:
+    shrunk, buffers = [OpKind.GATHER, OpKind.AWAIT_GATHER, OpKind.SHRINK], []
+    for kind in [*shrunk, *shrunk, OpKind.FREE]:
         held.carry_out(Op(kind, 0))
         buffers.append(held.buffers)
-    assert buffers == [100, 100, 25, 0]  # a part that nobody gathers from goes, too
+    assert buffers == [100, 100, 25, 125, 100, 25, 0]  # it goes, too, if nobody gathers from it

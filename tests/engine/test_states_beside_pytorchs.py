@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TheirPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
@@ -400,23 +400,6 @@ def test_plain_models_and_optimizers(group):
 
 
 # ---- meshes, files ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("door", DOORS)
-@on_processes(4)
-def test_hybrid_sharding(group, door):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    hybrid = {"sharding_strategy": ours.ShardingStrategy.HYBRID_SHARD}
-    plain = Odd().state_dict()
-    model = shard(Odd(), mesh, door, **(hybrid if door == "wrapper" else {}))
-    state = get_model_state_dict(model)
-    for name, value in state.items():
-        if isinstance(value, DTensor):
-            assert torch.equal(value.full_tensor(), plain[name])
-    model.load_state_dict({name: value + 1 for name, value in state.items()})
-    weight = model.get_parameter("conv.weight").detach().full_tensor()
-    assert torch.equal(weight, plain["conv.weight"] + 1)
-    assert state["conv.weight"].placements == (Replicate(), Shard(0))
 
 
 @on_processes(2)

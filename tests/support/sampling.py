@@ -20,6 +20,7 @@ TRIALS = os.environ.get("FULLSHARD_TRIALS")
 FAST, FULL = TRIALS == "fast", TRIALS == "full"
 THOROUGH = FULL or TRIALS == "thorough"
 ROOT = Path(__file__).parents[2]
+FEW = 12
 RANKS_AS_THREADS = {"LocalWorld", "on_ranks"}  # names that modules of such tests have imported
 
 
@@ -72,15 +73,20 @@ def axes_of(item):
 
 @functools.cache
 def changed():
-    """Return what has changed since the last commit: files, and modules as they are imported."""
+    """Return what has changed since the last commit: files, and modules as they are imported.
+
+    Modules that more than `FEW` files of tests import are not among these: the sample tests them.
+    """
     ask = ["git", "status", "--porcelain", "--no-renames", "--untracked-files=all"]
     try:
         told = subprocess.run(ask, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     except (OSError, subprocess.CalledProcessError):
         return ()  # not in a checkout
     files = [line[3:] for line in told.splitlines() if line.endswith(".py")]
-    sources = [file.removeprefix("src/") for file in files if file.startswith("src/")]
-    return (*files, *(file.removesuffix(".py").replace("/", ".") for file in sources))
+    modules = [f[4:-3].replace("/", ".") for f in files if f.startswith("src/")]
+    texts = [path.read_text("utf-8") for path in (ROOT / "tests").rglob("test_*.py")]
+    few = [m for m in modules if sum(f"from {m} import" in text for text in texts) <= FEW]
+    return (*files, *few)
 
 
 @functools.cache
@@ -88,7 +94,7 @@ def is_changed(path):
     """Return whether a module of tests has changed, or one that it imports from by its own name."""
     text = path.read_text("utf-8")
     return path.relative_to(ROOT).as_posix() in changed() or any(
-        f"{name} import" in text for name in changed()
+        f"from {name} import" in text for name in changed()
     )
 
 

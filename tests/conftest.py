@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 import contextlib
+import functools
 import gc
 import os
+import re
 import socket
+import threading
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
@@ -10,8 +14,10 @@ import torch
 from hypothesis import settings
 from support import xla
 from support.layouts import choose_defaults
-from support.sampling import sample
+from support.sampling import FAST, is_changed, sample
 from support.world import World
+
+from fullshard.testing import LocalComm
 
 # Read when JAX first looks for devices: eight of them are simulated on the CPU.
 os.environ.setdefault("XLA_FLAGS", xla.flags(8))
@@ -22,16 +28,14 @@ settings.register_profile("fullshard", deadline=None, derandomize=True)
 settings.load_profile("fullshard")
 
 
-# Left out by `scripts/test --fast`, with what is marked by hand: tests that start processes, use
-# those that are kept, or compile programs.
-SLOW_FIXTURES = {"gloo_world", "drop_in_world", "endings"}
-SLOW_PATHS = (
-    "gpu/",
-    "jax_engine/",
-    "libraries/",
-    "train/test_jax",
-    "test_documents",
-    "test_examples",
+# Marked `slow`, with what is marked by hand: tests that start processes, use those that are kept,
+# or compile programs; and modules that load what compiles, or what takes seconds to load.
+SLOW_FIXTURES = {"gloo_world", "drop_in_world", "endings", "killed"}
+SLOW_PATHS = ("gpu/", "libraries/", "test_examples")
+SLOW_TO_LOAD = re.compile(
+    r"^(?:from |import |pytest\.importorskip\(\")"
+    r"(?:fullshard\.jax|jax|flax|optax|support(?:\.| import )jax|transformers)\b",
+    re.M,
 )
 # Twenty seconds and more each. They begin, so that no process is left alone with one in the end.
 LONGEST = (
@@ -48,15 +52,30 @@ LONGEST = (
 )
 
 
+def name_of(path):
+    return path.relative_to(Path(__file__).parent).as_posix()
+
+
+@functools.cache
+def is_slow(path):
+    """Return whether all tests of a module are."""
+    return name_of(path).startswith(SLOW_PATHS) or bool(SLOW_TO_LOAD.search(path.read_text()))
+
+
+def pytest_ignore_collect(collection_path):
+    """Load nothing that is slow to load for fast tests."""
+    if FAST and collection_path.match("test_*.py"):
+        return True if is_slow(collection_path) and not is_changed(collection_path) else None
+    return None
+
+
 def pytest_collection_modifyitems(config, items):
+    for item in items:
+        if is_slow(item.path) or SLOW_FIXTURES.intersection(item.fixturenames):
+            item.add_marker(pytest.mark.slow)
     items[:], left_out = sample(items)
     config.hook.pytest_deselected(items=left_out)
-    here = Path(__file__).parent
-    for item in items:
-        path = item.path.relative_to(here).as_posix()
-        if path.startswith(SLOW_PATHS) or SLOW_FIXTURES.intersection(item.fixturenames):
-            item.add_marker(pytest.mark.slow)
-    items.sort(key=lambda item: item.path.relative_to(here).as_posix() not in LONGEST)
+    items.sort(key=lambda item: name_of(item.path) not in LONGEST)
 
 
 def pytest_collection_finish():
@@ -82,6 +101,31 @@ def unused_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@pytest.fixture
+def sent(monkeypatch):
+    """Bytes by rank ("rank 0", a thread) and collective, as `LocalComm` carries these out.
+
+    What a backward says of parameters that it used, 4 bytes each, is left out.
+    """
+    by_rank, issue = defaultdict(Counter), LocalComm._issue
+
+    def counting(comm, name, label, inputs, *rest):
+        given, others = sum(tensor.nbytes for tensor in inputs), comm.size - 1
+        sizes = {
+            "all_gather": given * others,
+            "reduce_scatter": given * others // comm.size,
+            "all_reduce": 2 * given * others // comm.size,
+            "all_to_all": inputs[0].nbytes if inputs else 0,  # none of it to itself
+        }
+        if label != "what the backward used":
+            kind = name.split()[0]
+            by_rank[threading.current_thread().name][kind] += sizes.get(kind, 0)
+        return issue(comm, name, label, inputs, *rest)
+
+    monkeypatch.setattr(LocalComm, "_issue", counting)
+    return by_rank
 
 
 @pytest.fixture(autouse=True)

@@ -127,19 +127,6 @@ ROOMS: dict[str, Mapping[str, Set[str]]] = {
     },
 }
 
-# Edges at which something optional or heavy may load late.
-LATE_IMPORTS = {
-    "cli.py",
-    "checkpoint/command.py",
-    "doctor/scripts.py",  # asks the installed torch for a name
-    "__init__.py",
-    "jax/__init__.py",
-    "plan/pictures.py",
-    "report/page.py",
-    "report/__init__.py",
-    "torch/__init__.py",
-    "train/loggers.py",
-}
 # Signatures that are somebody else's convention.
 MANY_ARGUMENTS = {
     "torch/fsdp1/wrapper.py: FullyShardedDataParallel.__init__",
@@ -341,31 +328,6 @@ def folders_are_small(sources: Sequence[Source]) -> Iterator[str]:
             yield f"{folder}:1 {count} files, at most {FOLDER_FILES}"
 
 
-def imports_stand_at_the_top(source: Source) -> Iterator[str]:
-    lines = source.text.splitlines()
-    for name, function, _ in functions(source.tree):
-        for node in own_nodes(function):
-            called = node.func if isinstance(node, ast.Call) else None
-            by_call = getattr(called, "attr", getattr(called, "id", "")) in {
-                "import_module",
-                "__import__",
-            }
-            if not imported(node) and not by_call:
-                continue
-            if source.inside not in LATE_IMPORTS:
-                yield source.at(node.lineno, f"import inside {name}")
-            elif not by_call and "# noqa: PLC0415" not in lines[node.lineno - 1]:
-                yield source.at(node.lineno, f"import inside {name} without '# noqa: PLC0415'")
-
-
-def own_nodes(function: Function) -> Iterator[ast.AST]:
-    """What stands in ``function`` itself, not in a function inside it."""
-    for child in ast.iter_child_nodes(function):
-        if not isinstance(child, Function):
-            yield child
-            yield from own_nodes(child)
-
-
 def public_names_are_listed(source: Source) -> Iterator[str]:
     shows = any(isinstance(node, ast.ImportFrom) for node in source.tree.body)
     package = source.path.endswith("/__init__.py") and shows
@@ -513,7 +475,6 @@ def new_tensors_name_their_device(source: Source) -> Iterator[str]:
 CHECKS = {
     imports_go_down: (PACKAGE,),
     rooms_import_down: (PACKAGE,),
-    imports_stand_at_the_top: (PACKAGE,),
     public_names_are_listed: (PACKAGE,),
     budgets_are_kept: (PACKAGE, "benchmarks", "examples"),
     licence_is_named_once: (PACKAGE, "tests", "benchmarks", "examples"),
@@ -592,7 +553,7 @@ def test_the_lists_of_exceptions_hold_nothing_stale():
         if count_arguments(function, bound) > ARGUMENTS
     }
     assert many >= MANY_ARGUMENTS
-    assert set(sources) >= LATE_IMPORTS | COLLECTIVE_CALLERS
+    assert set(sources) >= COLLECTIVE_CALLERS
 
 
 def test_every_row_is_of_something_that_is_there():
@@ -681,28 +642,6 @@ SAMPLES = """
     class Run: ...
     == + plan/b.py
     class Runs: ...
-
-    == imports_stand_at_the_top torch/a.py
-    import importlib
-    def f():
-        import os  # noqa: PLC0415  #! import inside f
-        importlib.import_module("os")  #! import inside f
-    class A:
-        def f(self):
-            def g():
-                if self:
-                    from os import path  #! import inside A.f.g
-    == imports_stand_at_the_top cli.py
-    def f():
-        import os  #! import inside f without '# noqa: PLC0415'
-    == imports_stand_at_the_top cli.py
-    def f():
-        import os  # noqa: PLC0415
-    == imports_stand_at_the_top core/a.py
-    try:
-        import os
-    except ImportError:
-        os = None
 
     == public_names_are_listed core/a.py
     def f(): ...

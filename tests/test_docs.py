@@ -9,20 +9,20 @@ symbols are explained on ``docs/symbols.md``.
 import importlib
 import inspect
 import re
-import threading
 import warnings
 from pathlib import Path
 from textwrap import indent
 
 import pytest
 import torch
+from support.beside import grid, shard
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fullshard.torch
 import fullshard.wrap
 from fullshard.core.schedule.rules import State
-from fullshard.testing import LocalComm, LocalWorld
+from fullshard.testing import LocalWorld
 from fullshard.torch import (
     CommunicationCompression,
     FullyShardedDataParallel,
@@ -212,50 +212,20 @@ class WithAdapter(nn.Module):
         return self.frozen(x) + self.up(self.down(x))
 
 
+BLOCKS = [f"blocks.{number}" for number in range(LAYERS)]
+
+
 def by_function(comm, model, **options):
-    for block in model.blocks:
-        fully_shard(block, mesh=comm, **options)
-    return fully_shard(model, mesh=comm, **options)
+    return shard(model, comm, units=BLOCKS, **options)
 
 
 def by_wrapper(comm, model, **options):
-    blocks = set(model.blocks)
-    return FullyShardedDataParallel(
-        model,
-        comm,
-        auto_wrap_policy=lambda module, recurse, **_: recurse or module in blocks,
-        **options,
-    )
-
-
-def in_pairs(comm):
-    """(ranks that share slices, ranks with equal slices), two by two."""
-    first = comm.rank // 2 * 2
-    within = comm.subgroup(range(first, first + 2))
-    return within, comm.subgroup(range(comm.rank % 2, comm.size, 2))
+    return shard(model, comm, "wrapper", BLOCKS, **options)
 
 
 def backward(model):
     inputs = torch.ones(2, WIDTH, requires_grad=True)
     model(inputs).float().square().mean().backward()
-
-
-@pytest.fixture
-def sent_by_rank_0(monkeypatch):
-    """Bytes that rank 0 has sent so far; an all-reduce counts as reduce-scatter and all-gather."""
-    sent = [0]
-    issue = LocalComm._issue
-
-    def counting(self, name, label, inputs, *rest):
-        if threading.current_thread().name == "rank 0" and label != "what the backward used":
-            size, given = self.size, sum(tensor.nbytes for tensor in inputs)
-            factors = {"all_gather": size, "reduce_scatter": 1, "all_reduce": 2}
-            sent[0] += factors.get(name.split()[0], 0) * given * (size - 1) // size
-            sent[0] += inputs[0].nbytes if name == "all_to_all" else 0  # none of it to itself
-        return issue(self, name, label, inputs, *rest)
-
-    monkeypatch.setattr(LocalComm, "_issue", counting)
-    return sent
 
 
 def measure_step(model, sent):
@@ -265,7 +235,7 @@ def measure_step(model, sent):
         backward(model)
         optimizer.step()
         optimizer.zero_grad()
-    before = sent[0]
+    before = sent["rank 0"].total()
     with tracing(model) as trace:
         backward(model)
     at_rest = resting_bytes(model, optimizer)
@@ -273,7 +243,7 @@ def measure_step(model, sent):
     return {
         "at rest, with AdamW": at_rest.total_bytes - counters,
         "more at peak": trace.peak_bytes,
-        "sent per step": sent[0] - before,
+        "sent per step": sent["rank 0"].total() - before,
     }
 
 
@@ -286,9 +256,9 @@ def measure_accumulation(model, sent, start, end):
         for number in range(4):
             if number == 3:
                 end(model)
-            before = sent[0]
+            before = sent["rank 0"].total()
             backward(model)
-            sent_in.append(sent[0] - before)
+            sent_in.append(sent["rank 0"].total() - before)
             if number == 1:
                 held = resting_bytes(model, optimizer).gradients_bytes
                 for managed in managed_units(model):
@@ -308,7 +278,7 @@ def strategy(name):
 
 def hybrid(name):
     return lambda comm, model: by_wrapper(
-        in_pairs(comm), model, sharding_strategy=ShardingStrategy[name]
+        grid(comm), model, sharding_strategy=ShardingStrategy[name]
     )
 
 
@@ -317,17 +287,17 @@ def policy(*dtypes):
 
 
 def frozen(blocks):
-    def shard(comm, model):
+    def sharded(comm, model):
         for block in list(model.blocks)[blocks]:
             block.requires_grad_(False)
         return by_function(comm, model)
 
-    return shard
+    return sharded
 
 
-def step_of(shard, build=Stack):
+def step_of(sharded, build=Stack):
     def measure(comm, prefetch, sent):
-        model = shard(comm, build())
+        model = sharded(comm, build())
         set_prefetch(model, prefetch, prefetch)
         return measure_step(model, sent)
 
@@ -338,9 +308,9 @@ def nothing(model):
     """No setting for this micro-batch."""
 
 
-def accumulation(start, end=nothing, shard=by_function):
+def accumulation(start, end=nothing, sharded=by_function):
     def measure(comm, prefetch, sent):
-        model = shard(comm, Stack())
+        model = sharded(comm, Stack())
         set_prefetch(model, prefetch, prefetch)
         return measure_accumulation(model, sent, start, end)
 
@@ -402,7 +372,7 @@ MEASURED = {
         "set_requires_all_reduce(False), hybrid": accumulation(
             lambda model: model.set_requires_all_reduce(False),
             lambda model: model.set_requires_all_reduce(True),
-            lambda comm, model: by_function(in_pairs(comm), model),
+            lambda comm, model: by_function(grid(comm), model),
         ),
         "set_is_last_backward(False)": accumulation(
             lambda model: model.set_is_last_backward(False),
@@ -452,12 +422,12 @@ def symbols(page, row, ranks, prefetch):
 
 
 @pytest.mark.parametrize(("path", "row", "ranks", "prefetch"), list(cases()))
-def test_formulas_are_what_the_engine_does(path, row, ranks, prefetch, sent_by_rank_0, monkeypatch):
+def test_formulas_are_what_the_engine_does(path, row, ranks, prefetch, sent, monkeypatch):
     """But for the turnaround, which spares the last unit's second gather (docs/symbols.md)."""
     monkeypatch.setattr(State, "_turns_around", lambda state, policy: False)
     page = name_of(path)
     measure = MEASURED[page][row]
-    measured = LocalWorld(ranks).run(lambda comm: measure(comm, prefetch, sent_by_rank_0))[0]
+    measured = LocalWorld(ranks).run(lambda comm: measure(comm, prefetch, sent))[0]
     checked = 0
     for of_row, column, formula in formulas(path):
         if of_row == row:

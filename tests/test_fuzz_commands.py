@@ -27,93 +27,39 @@ from fullshard.train.torch.run import RankWorld
 
 FIRST, LAST = map(int, os.environ.get("FULLSHARD_FUZZ_COMMANDS", "0:24").split(":"))
 
+
+def words(text):
+    return text.split()
+
+
 NUMBERS = [
-    *("0", "-1", "1", "2", "3", "1e308", "-1e308", "nan", "inf", "-inf", "1e-308", "0x10"),
-    *(
-        "9" * 30,
-        "9" * 5000,
-        "-" + "9" * 30,
-        "1.5",
-        "٣",
-        "1_000",
-        "",
-        " ",
-        "2**40",
-        "1e",
-        "999999999",
-    ),
+    *words("0 -1 1 2 3 1e308 -1e308 nan inf -inf 1e-308 0x10 1.5 ٣ 1_000 2**40 1e 999999999"),
+    *("", " ", "9" * 30, "9" * 5000, "-" + "9" * 30),
 ]
 SIZES = ["0", "4MiB", "999999999999GiB", "-1KiB", "1e9", "KiB", "4" * 40 + "g", "1.5MiB", "", "nan"]
 TEXTS = [
-    *(
-        "",
-        " ",
-        "\n",
-        "a\nb",
-        "x" * 300,
-        "x" * 5000,
-        "../..",
-        "/",
-        "-",
-        "--",
-        "---",
-        "é" * 50,
-        "\x1b[2J",
-    ),
-    *("%s%n", "{}", "$(id)", "[" * 3000, "'", '"""', "a/b", "null", "=", "a=", "=b", "a.b="),
+    *words("../.. / - -- --- %s%n {} $(id) ' a/b null = a= =b a.b="),
+    *("", " ", "\n", "a\nb", "x" * 300, "x" * 5000, "é" * 50, "\x1b[2J", "[" * 3000, '"""'),
 ]
 FILES = [
-    *("missing", "missing/deeper", "empty", "binary", "bad.toml", "deep.toml", "wrong.toml", "."),
-    *(
-        "bad.json",
-        "deep.json",
-        "list.json",
-        "huge.json",
-        "weights.safetensors",
-        "forged.safetensors",
+    *words("missing missing/deeper empty binary bad.toml deep.toml wrong.toml . bad.json"),
+    *words(
+        "deep.json list.json huge.json weights.safetensors forged.safetensors folder dangling loop"
     ),
-    *("folder", "dangling", "loop", "script.py", "broken.py", "run", "run/step-000000000003"),
-    *("damaged", "forged", "cut", "zeros", "x\0y", "x" * 300, "/proc/self/mem", "/dev/null"),
+    *words("script.py broken.py run run/step-000000000003 damaged forged cut zeros"),
+    *("x\0y", "x" * 300, "/proc/self/mem", "/dev/null"),
 ]
 SETTINGS = [
-    *("optim.lr", "optim.learning_rate", "train.seed", "train.steps", "train.batch", "model.name"),
-    *(
-        "model.preset",
-        "model.context",
-        "data.paths",
-        "train.dtype",
-        "train.engine",
-        "shard.strategy",
-    ),
-    *(
-        "checkpoint.resume",
-        "log.folder",
-        "log.name",
-        "train.initial_weights",
-        "nonsense.key",
-        "optim",
-    ),
-    *(
-        "data.validation_share",
-        "checkpoint.minutes",
-        "log.record",
-        "log.report",
-        "log.trace",
-        "train.on_nonfinite",
-        "a.b.c",
-        "",
-    ),
+    *words("optim.lr optim.learning_rate optim train.seed train.steps train.batch train.dtype"),
+    *words("train.engine train.initial_weights train.on_nonfinite model.name model.preset"),
+    *words("model.context data.paths data.validation_share shard.strategy checkpoint.resume"),
+    *words("checkpoint.minutes log.folder log.name log.record log.report log.trace"),
+    *("nonsense.key", "a.b.c", ""),
 ]
 # Half of what is to be trained has one thing wrong at most.
 RIGHT = [
-    *(
-        "optim.lr=0.01",
-        "train.steps=2",
-        "model.name=mnist",
-        "model.preset=nano",
-        "train.engine=jax",
-    ),
-    *("checkpoint.resume=auto", "train.dtype=bfloat16", "log.name=a", "shard.strategy=NO_SHARD"),
+    *words("optim.lr=0.01 train.steps=2 model.name=mnist model.preset=nano train.engine=jax"),
+    *words("checkpoint.resume=auto train.dtype=bfloat16 log.name=a shard.strategy=NO_SHARD"),
 ]
 WITH_FILES = ["data.paths", "train.initial_weights", "checkpoint.resume", "log.folder"]
 MODELS = ["llama3-8b", "gpt2-124m", "nano", "llama-3-8B", "no-such-model", "t5-3b"]
@@ -303,12 +249,14 @@ def test_a_command_writes_over_nothing(world, capsys, command, file):
     assert contents(world) == before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("link", ["dangling", "dangling/deeper", "loop"])
 def test_a_link_to_no_folder_ends_training_at_once(world, capsys, link):
     assert main(["train", f"log.folder={link}"]) == 2
     assert f"cannot make the run folder '{link}/gpt-nano" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(FIRST, LAST))
 def test_a_command_ends_with_a_sentence_and_changes_nothing(world, capsys, seed):
     arguments = random_arguments(seed)

@@ -95,6 +95,7 @@ def test_masters_are_what_adamw_trains(gpu_step):
 
 
 # The compiler warns of its own.
+@pytest.mark.long
 @pytest.mark.filterwarnings("default")
 def test_engines_compute_the_same(gpu_step, fake_world):
     fake_world(1)
@@ -112,6 +113,7 @@ def test_engines_compute_the_same(gpu_step, fake_world):
     assert not torch.allclose(first, outputs[gpu_step.PLAIN], rtol=0.02, atol=0.02)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("default")
 def test_rows(gpu_step, fake_world):
     fake_world(4)

@@ -2,6 +2,9 @@
 """Sampling takes every value of each parameter, and every pair in thorough runs."""
 
 import itertools
+from argparse import Namespace
+from collections import Counter
+from unittest.mock import Mock
 
 from support import sampling
 
@@ -31,3 +34,33 @@ def test_any_two_values_meet_in_a_thorough_run(monkeypatch):
 
 def test_what_is_chosen_by_hand_is_taken():
     assert taken(ROWS[5:6]) == ROWS[5:6]
+
+
+def case_of(module, number, *marks, names=("on_ranks",)):
+    """What pytest tells of case ``number`` of a test in ``module``."""
+    return Mock(
+        nodeid=f"{module.name}::test_it[{number}]",
+        path=module,
+        module=Namespace(**dict.fromkeys(names)),
+        callspec=Mock(params={"number": number}),
+        iter_markers=lambda kind: [Mock(args=["number"])],
+        get_closest_marker=lambda kind: kind in marks,
+    )
+
+
+def test_a_fast_run_has_one_case_with_ranks_and_all_of_what_has_changed(monkeypatch, tmp_path):
+    monkeypatch.setattr(sampling, "FAST", True)
+    monkeypatch.setattr(sampling, "THOROUGH", False)
+    monkeypatch.setattr(sampling, "ROOT", tmp_path)
+    monkeypatch.setattr(sampling, "changed", lambda: ("test_own.py", "fullshard.core.text"))
+    names = ("ranks", "plain", "slow", "own", "of_text")
+    modules = {name: tmp_path / f"test_{name}.py" for name in names}
+    for module in modules.values():
+        module.write_text("from fullshard.core.text import x" if "text" in module.name else "")
+    items = [case_of(modules[name], n) for name in ("ranks", "own", "of_text") for n in range(3)]
+    items += [case_of(modules["plain"], n, names=()) for n in range(3)]
+    items += [case_of(modules[name], 9, "slow") for name in ("slow", "own")]
+    taken, left_out = sampling.sample(items)
+    counted = Counter(item.path.stem[5:] for item in taken)
+    assert counted == {"ranks": 1, "plain": 3, "own": 4, "of_text": 3}
+    assert len(left_out) == 3

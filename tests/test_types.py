@@ -70,6 +70,7 @@ def test_dir_has_every_public_name(package):
     assert set(PACKAGES[package]) <= set(dir(module))
 
 
+@pytest.mark.long
 def test_a_misspelt_import_is_an_error_in_every_package(report):
     found = [line for line in report if "has no attribute" in line and "misspelt.py" in line]
     wrong = {number for number, line in enumerate(IMPORTS, 1) if line.endswith("_misspelt")}
@@ -77,6 +78,7 @@ def test_a_misspelt_import_is_an_error_in_every_package(report):
     assert {int(line.split(":")[1]) for line in found} == wrong, report
 
 
+@pytest.mark.long
 def test_fully_shard_gives_a_module_with_the_methods_of_fsdp2(report):
     about = [line for line in report if "sharded.py" in line]
     shown = [line.partition("Revealed type is ")[2] for line in about]

@@ -34,6 +34,7 @@ from fullshard.checkpoint.saving import save
 from fullshard.core.errors import CheckpointError
 
 
+@pytest.mark.long
 def test_killed_before_and_after_every_operation(tmp_path):
     script = Path(__file__).parents[1] / "support" / "checkpoint_crashes.py"
     command = [sys.executable, str(script), str(tmp_path), "1" if FULL else "4"]

@@ -250,6 +250,7 @@ _json = st.recursive(
 )
 
 
+@pytest.mark.long
 @pytest.mark.timeout(3600 if FULL else 300)
 @given(data=st.data())
 @settings(max_examples=EXAMPLES, deadline=None, database=None)

@@ -246,6 +246,7 @@ class History:
                 assert Checkpoint(target).extra["tag"] == tag
 
 
+@pytest.mark.long
 @pytest.mark.timeout(3600 if FULL else 300)
 def test_nothing_that_the_rules_keep_is_ever_gone(tmp_path):
     for seed in range(HISTORIES):

@@ -165,6 +165,7 @@ def test_a_second_process_is_refused_by_name(tmp_path):
     assert steps_of(tmp_path) == [1]
 
 
+@pytest.mark.long
 def test_a_last_save_that_fails_and_is_not_waited_for_ends_with_failure(tmp_path):
     program = (
         "import sys, torch\n"

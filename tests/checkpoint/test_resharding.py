@@ -89,6 +89,7 @@ def _elements(whole, box):
     return whole[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chunk", [16, 4 * 2**20])
 def test_saved_by_any_number_of_ranks_read_by_any_other(tmp_path, monkeypatch, chunk):
     small_chunks(monkeypatch, chunk)

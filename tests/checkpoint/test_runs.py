@@ -307,6 +307,7 @@ _values = st.recursive(
 )
 
 
+@pytest.mark.long
 @given(_values)
 def test_values_come_back_with_their_types(value):
     back = from_json(to_json(value))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A step's cost by hand; that the engine really costs so is tested in tests/engine."""
 
-from fullshard.core.forecast import Sent, UnitCost, forecast, step_events
+from fullshard.core.forecast import HeldUnits, Sent, UnitCost, forecast, step_events
 from fullshard.core.schedule import Event, Moment, UnitPolicy
+from fullshard.core.schedule.rules import Op, OpKind
 from fullshard.core.strategy import Prefetch
 
 FB, FE = Moment.FORWARD_BEGIN, Moment.FORWARD_END
@@ -54,3 +55,9 @@ def test_a_shrunk_unit_gathers_from_its_part():
     found = forecast(events, policies, {0: cost, 1: cost}, Prefetch(0, 0))
     assert found.sent == {0: Sent(90, 30), 1: Sent(90, 30)}
     assert found.peak_bytes == 100 + 25 + 25  # the part is there until its gather is
+    held = HeldUnits({0: cost})
+    shrunk, buffers = [OpKind.GATHER, OpKind.AWAIT_GATHER, OpKind.SHRINK], []
+    for kind in [*shrunk, *shrunk, OpKind.FREE]:
+        held.carry_out(Op(kind, 0))
+        buffers.append(held.buffers)
+    assert buffers == [100, 100, 25, 125, 100, 25, 0]  # it goes, too, if nobody gathers from it

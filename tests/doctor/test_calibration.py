@@ -60,6 +60,7 @@ def test_the_file_is_a_device_with_constants_of_its_own(small, tmp_path):
     assert predict(named_model("nano"), setup.run, setup.cluster).cluster.hosts == 2
 
 
+@pytest.mark.long
 def test_ranks_measure_together_and_agree(small):
     def body(comm):
         return measuring.calibrate(torch.device("cpu"), comm, "threads")

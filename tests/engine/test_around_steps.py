@@ -5,7 +5,7 @@ import importlib
 
 import pytest
 import torch
-from support.beside import DOORS, grads_of, params_of, shard
+from support.beside import DOORS, grads_of, grid, params_of, shard
 from support.models import Made, seeded
 from support.threads import on_ranks
 from torch import nn
@@ -889,9 +889,7 @@ def test_training_goes_on_after_inference_mode_has_seen_a_thawed_parameter(comm,
 @on_ranks(4)
 def test_replicas_that_ranks_initialise_differently_are_named(comm, align, kind, alike):
     model = seeded(net)
-    first, other = comm.rank - comm.rank % 2, comm.rank % 2
-    pair = (comm.subgroup([first, first + 1]), comm.subgroup([other, other + 2]))
-    pair = comm if kind == "NO_SHARD" else pair
+    pair = comm if kind == "NO_SHARD" else grid(comm)
     if kind == "function":
         model = fully_shard(model, mesh=pair, align=align)
     else:

@@ -25,6 +25,7 @@ from support.expert_workers import (
     train_and_save,
     whole,
 )
+from support.sampling import survey
 from support.world import World, on_processes
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -134,7 +135,7 @@ def run(world, kind, experts, shards, micro_batches, **options):
     ("kind", "experts", "shards", "micro_batches", "keeps"),
     [
         ("stacked", 2, 2, 2, True),
-        ("stacked", 4, 1, 1, False),
+        survey(("stacked", 4, 1, 1, False)),
         ("list", 2, 2, 1, False),
     ],
 )

@@ -185,6 +185,7 @@ headers = st.dictionaries(
 )
 
 
+@pytest.mark.long
 @settings(max_examples=400)
 @given(headers, st.integers(0, 40), st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255))))
 def test_fuzz_reading_accepts_nothing_that_safetensors_refuses(
@@ -204,6 +205,7 @@ def test_fuzz_reading_accepts_nothing_that_safetensors_refuses(
     }
 
 
+@pytest.mark.long
 @settings(max_examples=100)
 @given(st.dictionaries(st.text(), st.lists(st.integers(0, 4), max_size=3), max_size=5))
 def test_fuzz_what_is_written_can_be_read(tmp_path_factory, shapes):

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from support.beside import params_of
+from support.beside import grid, params_of
 from support.models import loss_of, make, make_batches, place_of
 from support.threads import on_ranks
 from support.training import shard
@@ -166,10 +166,7 @@ def test_hybrid_sharding_finds_an_overflow_on_all_replicas():
     """One element overflows in the data of one rank; another rank holds that element."""
 
     def body(comm):
-        within = [(0, 1), (2, 3)][comm.rank // 2]
-        across = [(0, 2), (1, 3)][comm.rank % 2]
-        groups = comm.subgroup(within), comm.subgroup(across)
-        model = fully_shard(Gain(), mesh=groups)
+        model = fully_shard(Gain(), mesh=grid(comm))
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
         scale, found = scaler(), []
         for bad in (False, True):

@@ -8,6 +8,7 @@ rotary positions, in fp32 whatever the dtype; the loss is taken here, since thei
 from functools import cache
 
 import pytest
+from support.sampling import survey
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -318,7 +319,7 @@ def test_weights_that_are_tied_across_units(name, units, door):
 @pytest.mark.parametrize(
     ("name", "door", "registered"),
     [
-        ("gpt2", "wrapper", True),
+        survey(("gpt2", "wrapper", True)),
         ("t5", "function", True),
         ("llama", "function", False),
     ],

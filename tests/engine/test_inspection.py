@@ -13,7 +13,7 @@ from torch import nn
 
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.core.trace import Trace, TraceRecord
-from fullshard.testing import LocalComm, LocalWorld
+from fullshard.testing import LocalWorld
 from fullshard.torch import (
     CPUOffload,
     FullyShardedDataParallel,
@@ -68,18 +68,11 @@ def by_function(comm, **options):
     return beside.shard(Model(), comm, units=[nn.Sequential], **options)
 
 
-def in_pairs(comm):
-    """(ranks that share slices, ranks with equal slices), two by two."""
-    first = comm.rank // 2 * 2
-    within = comm.subgroup(range(first, first + 2))
-    return within, comm.subgroup(range(comm.rank % 2, comm.size, 2))
-
-
 def strategy(name, **options):
     chosen = ShardingStrategy[name]
     hybrid = chosen.sharding.sharded and chosen.sharding.replicated
     return lambda comm: by_wrapper(
-        in_pairs(comm) if hybrid else comm, sharding_strategy=chosen, **options
+        beside.grid(comm) if hybrid else comm, sharding_strategy=chosen, **options
     )
 
 
@@ -87,26 +80,8 @@ def strategy(name, **options):
 
 
 @pytest.fixture
-def sent_by(monkeypatch):
-    """What each rank (a thread) has sent, by collective, as its communicators carried it out."""
-    sent = {}
-    issue = LocalComm._issue
-
-    def counting(self, name, label, inputs, *rest):
-        if label == "what the backward used":  # 4 bytes a parameter, at the end of each backward
-            return issue(self, name, label, inputs, *rest)
-        given = sum(tensor.nbytes for tensor in inputs)
-        kind, others = name.split()[0], self.size - 1
-        size = {
-            "all_gather": given * others,
-            "reduce_scatter": given * others // self.size,
-            "all_reduce": 2 * given * others // self.size,
-        }[kind]
-        mine = sent.setdefault(threading.current_thread().name, {})
-        mine[kind] = mine.get(kind, 0) + size
-        return issue(self, name, label, inputs, *rest)
-
-    monkeypatch.setattr(LocalComm, "_issue", counting)
+def sent_by(sent):
+    """Gives what a rank has sent since it asked last."""
 
     def take():
         mine = sent.pop(threading.current_thread().name, {})
@@ -429,7 +404,7 @@ def test_describe_lists_everything_once(shard):
 def test_describe_reads_well():
     def body(comm):
         model = by_wrapper(
-            in_pairs(comm),
+            beside.grid(comm),
             sharding_strategy=ShardingStrategy.HYBRID_SHARD,
             mixed_precision=MixedPrecision(BF16),
         )

@@ -5,6 +5,7 @@ import weakref
 
 import pytest
 import torch
+from support.beside import grid
 from support.models import seeded
 from support.stack import LAYERS, WIDTH, Stack, shard_stack, step
 from support.threads import on_ranks
@@ -33,12 +34,6 @@ def unit_of(model):
     return managed_unit_of(model.blocks[0]).unit
 
 
-def halves(comm):
-    """A pair: neighbours share slices, ranks two apart hold equal ones."""
-    first = comm.rank // 2 * 2
-    return comm.subgroup((first, first + 1)), comm.subgroup(range(comm.rank % 2, comm.size, 2))
-
-
 def count_sent(comm, name):
     """Note the bytes of each call of ``comm.name``."""
     sent, method = [], getattr(comm, name)
@@ -56,7 +51,7 @@ def count_sent(comm, name):
 
 @on_ranks(4)
 def test_hybrid_sharding_sums_slices_over_the_replicas(comm):
-    within, across = halves(comm)
+    within, across = grid(comm)
     summed = count_sent(across, "all_reduce")
     model = Stack()
     for block in model.blocks:
@@ -140,7 +135,7 @@ def test_a_working_shard_whose_fetch_has_failed_is_fetched_again(comm):
 @pytest.mark.parametrize("held", ["full", "slices"])
 @on_ranks(4)
 def test_what_accumulation_holds_between_micro_batches(comm, held):
-    within, across = halves(comm)
+    within, across = grid(comm)
     model = Stack()
     for block in model.blocks:
         fully_shard(block, mesh=(within, across), mp_policy=MixedPrecisionPolicy())

@@ -13,7 +13,7 @@ from support.accumulation import (
     halves_overlapping,
     halves_without_communication,
 )
-from support.beside import params_of, shard
+from support.beside import grid, params_of, shard
 from support.models import GPT, Block, loss_of, make_batches, seeded
 from support.threads import on_ranks
 from torch import nn
@@ -39,12 +39,6 @@ GROUPED = ("hybrid", "offload", "reshard")
 
 def build(tied=False, dtype=torch.float64):
     return seeded(lambda: GPT(width=12, blocks=3, tied=tied)).to(dtype)
-
-
-def hybrid(comm):
-    """(ranks that share slices, ranks that hold equal ones): 2 x 2."""
-    first = comm.rank // 2 * 2
-    return comm.subgroup(range(first, first + 2)), comm.subgroup(range(comm.rank % 2, 4, 2))
 
 
 def wrapper(comm, model, where=None, **options):
@@ -106,13 +100,11 @@ def check(sharded, world=3, *, tied=False, each_step=simply):
 STRATEGY = ShardingStrategy
 
 OPTIONS = {
-    "hybrid wrapper": lambda c, m: wrapper(
-        c, m, hybrid(c), sharding_strategy=STRATEGY.HYBRID_SHARD
-    ),
+    "hybrid wrapper": lambda c, m: wrapper(c, m, grid(c), sharding_strategy=STRATEGY.HYBRID_SHARD),
     "hybrid zero2 wrapper": lambda c, m: wrapper(
-        c, m, hybrid(c), sharding_strategy=STRATEGY._HYBRID_SHARD_ZERO2
+        c, m, grid(c), sharding_strategy=STRATEGY._HYBRID_SHARD_ZERO2
     ),
-    "hybrid function": lambda c, m: function(c, m, hybrid(c)),
+    "hybrid function": lambda c, m: function(c, m, grid(c)),
     "offload params wrapper": lambda c, m: wrapper(
         c, m, cpu_offload=CPUOffload(offload_params=True)
     ),
@@ -208,7 +200,7 @@ def halves_of_what_has_no_replicas(model, number, backward):
     ids=lambda step: step.__name__,
 )
 def test_accumulation(each_step):
-    check(lambda c, m: function(c, m, hybrid(c)), 4, each_step=each_step)
+    check(lambda c, m: function(c, m, grid(c)), 4, each_step=each_step)
 
 
 def test_sums_over_replicas_are_held_back_only_where_there_are_some():
@@ -216,7 +208,7 @@ def test_sums_over_replicas_are_held_back_only_where_there_are_some():
 
 
 def test_accumulation_within_the_group():
-    check(lambda c, m: function(c, m, hybrid(c)), 4, each_step=halves_within_the_group)
+    check(lambda c, m: function(c, m, grid(c)), 4, each_step=halves_within_the_group)
 
 
 def by_hand(model, number, backward):
@@ -385,7 +377,7 @@ def test_requires_grad_changed_between_steps(door):
 )
 @on_ranks(4)
 def test_requires_grad_is_not_changed_while_gradients_are_held_back(comm, setter):
-    model = function(comm, build(), hybrid(comm))
+    model = function(comm, build(), grid(comm))
     inputs, targets = make_batches("gpt", 1, 2)[0]
     getattr(model, setter)(False)
     loss_of(model(inputs), targets).backward()

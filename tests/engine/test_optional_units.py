@@ -8,6 +8,7 @@ from functools import partial
 
 import pytest
 import torch
+from support.beside import grid
 from support.optional_parts import (
     PARTS,
     MixtureOfExperts,
@@ -55,11 +56,6 @@ def by(door, **options):
     return lambda comm: sharded(comm, door, **options)
 
 
-def hybrid(comm):
-    first, second = comm.rank // 2 * 2, comm.rank % 2
-    return comm.subgroup(range(first, first + 2)), comm.subgroup(range(second, comm.size, 2))
-
-
 def on_one_communicator(comm):
     model = sharded(comm, "fully_shard")
     set_prefetch(model, 0, 0)
@@ -68,7 +64,7 @@ def on_one_communicator(comm):
 
 
 MODES = {
-    "hybrid": lambda comm: sharded(hybrid(comm), "fully_shard"),
+    "hybrid": lambda comm: sharded(grid(comm), "fully_shard"),
     "offload": lambda comm: sharded(comm, "fully_shard", offload_policy=CPUOffloadPolicy()),
     "elements": lambda comm: sharded(comm, "fully_shard", align="element"),
     "whole matrices": lambda comm: sharded(comm, "fully_shard", align="matrix"),
@@ -101,6 +97,7 @@ class Weighing(Model):
         return x
 
 
+@pytest.mark.long
 def test_compressed_gradients_are_those_of_ranks_that_run_everything():
     """To the bit, rounding errors of earlier steps included; in each step some rank runs a part."""
     compression = CommunicationCompression("int8", "int8", error_feedback=True)
@@ -250,7 +247,7 @@ def test_micro_batches_use_different_parts(no_sync):
 OF_USERS = {
     "fully_shard": lambda comm: sharded(comm, "fully_shard", mean_over="users"),
     "wrapper": lambda comm: sharded(comm, "wrapper", mean_over="users"),
-    "hybrid": lambda comm: sharded(hybrid(comm), "fully_shard", mean_over="users"),
+    "hybrid": lambda comm: sharded(grid(comm), "fully_shard", mean_over="users"),
     "recomputed": lambda comm: sharded(comm, "fully_shard", again=True, mean_over="users"),
 }
 
@@ -440,6 +437,7 @@ def test_a_frozen_model_behind_a_trained_part_is_reached_on_all_ranks():
     check_gradients(2, backward, lambda comm: frozen(sharded(comm, "fully_shard")), frozen(Model()))
 
 
+@pytest.mark.thorough
 def test_processes_run_different_parts(gloo_world):
     expected = of_one_process(3, steps_on_gloo(3))
     for history in gloo_world.run(3, train_on_gloo):

@@ -90,6 +90,7 @@ def test_every_group_is_found(comm):
     assert [id(param) for param in found] == [id(param) for param in model.parameters()]
 
 
+@pytest.mark.long
 @on_ranks(1)
 def test_tuples_that_another_thread_is_building_are_left_alone(comm):
     errors, over = [], threading.Event()

@@ -9,7 +9,7 @@ from importlib import import_module
 import pytest
 import torch
 import torch.nn.functional as F
-from support.beside import shard
+from support.beside import grid, shard
 from support.models import GPT, Block, seeded
 from support.threads import on_ranks, without_collector
 from torch import nn
@@ -49,12 +49,6 @@ def copy_of(plain):
     return model
 
 
-def hybrid(comm):
-    return comm.subgroup([comm.rank // 2 * 2, comm.rank // 2 * 2 + 1]), comm.subgroup(
-        [comm.rank % 2, comm.rank % 2 + 2]
-    )
-
-
 def backward(model, number=0, rank=0):
     generator = torch.Generator().manual_seed(100 * number + rank)
     tokens = torch.randint(17, (2, 9), generator=generator)
@@ -92,7 +86,7 @@ CASES = {
     "one rank": (1, function, {}),
     "resharded late": (2, function, {"reshard_after_forward": False}),
     "offloaded": (2, function, {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
-    "hybrid": (4, lambda comm, model: function(hybrid(comm), model), {}),
+    "hybrid": (4, lambda comm, model: function(grid(comm), model), {}),
 }
 OPTIMIZERS = {
     "adamw": partial(torch.optim.AdamW, lr=0.1, amsgrad=True),

@@ -126,6 +126,7 @@ def files() -> Iterator[tuple[str, str, bool]]:
             yield inside, file.read_text("utf-8"), inside.split("/")[0] in TOUCHING
 
 
+@pytest.mark.long
 def test_every_private_name_in_the_source_is_listed():
     own = {name for _, text, _ in files() for name in own_names(ast.parse(text))}
     found = [

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.beside import shard, whole
+from support.sampling import survey
 from support.world import on_processes
 from torch import nn
 
@@ -192,7 +193,7 @@ LACKING = (NotImplementedError,) if torch.__version__ < "2.12" else ()
 
 @pytest.mark.parametrize(
     ("door", "align", "size", "rows"),
-    [("function", "row", 2, 5), ("wrapper", "element", 3, 2)],
+    [("function", "row", 2, 5), survey(("wrapper", "element", 3, 2))],
 )
 @on_processes("size")
 def test_losses_and_penalties_between_parameters(group, door, align, size, rows):
@@ -232,7 +233,7 @@ def test_losses_and_penalties_between_parameters(group, door, align, size, rows)
 
 @pytest.mark.parametrize(
     ("door", "align", "rows"),
-    [("function", "row", 5), ("wrapper", "element", 5)],
+    [("function", "row", 5), survey(("wrapper", "element", 5))],
 )
 @on_processes(2)
 def test_what_is_written_to_views_is_in_the_next_forward(group, door, align, rows):

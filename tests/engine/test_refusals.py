@@ -4,6 +4,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from support.beside import grid
 from support.models import seeded
 from support.threads import on_ranks
 from torch import nn
@@ -37,10 +38,8 @@ def mesh():
 
 @on_ranks(4)
 def test_communication_hooks_do_not_go_with_hybrid_sharding(comm):
-    within = comm.subgroup(range(comm.rank // 2 * 2, comm.rank // 2 * 2 + 2))
-    across = comm.subgroup(range(comm.rank % 2, 4, 2))
     model = FullyShardedDataParallel(
-        seeded(lambda: nn.Linear(2, 2)), (within, across), ShardingStrategy.HYBRID_SHARD
+        seeded(lambda: nn.Linear(2, 2)), grid(comm), ShardingStrategy.HYBRID_SHARD
     )
     with pytest.raises(NotSupportedError, match="hybrid"):
         model.register_comm_hook(None, lambda state, full, shard: None)

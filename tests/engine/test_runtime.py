@@ -556,6 +556,7 @@ def test_a_root_whose_output_is_unknown_is_reduced(comm):
     assert [p.grad is not None for p in model.parameters()] == [True] * 4
 
 
+@pytest.mark.long
 @on_ranks(2)
 def test_forwards_without_backward_do_not_pile_up(comm):
     model = shard_stack(comm)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from support.beside import grads_of, params_of, shard
 from support.models import seeded
+from support.sampling import survey
 from support.threads import on_ranks
 from support.world import on_processes
 from torch import nn
@@ -88,6 +89,7 @@ def test_what_was_changed_before_an_error_in_summon_stays_changed(comm, door, al
     assert all(bool((p.full_tensor() == 0.5).all()) for p in model.parameters())
 
 
+@pytest.mark.long
 @both_doors
 @both_layouts
 def test_names_of_compiled_parts_are_pytorchs(door, align):
@@ -183,8 +185,7 @@ def test_optimizers_that_wrap_others_step_as_on_one_process(comm, door, align):
     assert ours.optimizer.state_dict()["state"]
 
 
-@both_layouts
-@pytest.mark.parametrize("all_of_it", [False, True], ids=["a part", "all"])
+@pytest.mark.parametrize(("all_of_it", "align"), [(True, "row"), survey((False, "element"))])
 @on_processes(2)
 def test_state_of_compiled_models_goes_by_pytorchs_names(group, align, all_of_it):
     model = net()

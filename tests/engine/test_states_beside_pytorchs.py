@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.fsdp as theirs
 from support.beside import DOORS, shard
 from support.models import GPT, Block
+from support.sampling import survey
 from support.world import on_processes
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy as TheirPolicy
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
@@ -48,7 +49,7 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("size", [3, 4])
 @on_processes("size")
 def test_entries_are_dtensors(group, size, door):
     """And loading each kind of them gives it back."""
@@ -199,9 +200,9 @@ OPTIONS = {
         ("function", "function", "whole on the host", 2),
         # What the first rank has is sent to the whole world.
         ("wrapper", "function", "from the first rank", 4),
-        ("wrapper", "function", "flat", 2),
+        survey(("wrapper", "function", "flat", 2)),
         ("function", "function", "whole and flat", 2),
-        ("wrapper", "wrapper", "whole", 2),
+        survey(("wrapper", "wrapper", "whole", 2)),
     ],
 )
 @on_processes("size")
@@ -399,23 +400,6 @@ def test_plain_models_and_optimizers(group):
 
 
 # ---- meshes, files ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("door", DOORS)
-@on_processes(4)
-def test_hybrid_sharding(group, door):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    hybrid = {"sharding_strategy": ours.ShardingStrategy.HYBRID_SHARD}
-    plain = Odd().state_dict()
-    model = shard(Odd(), mesh, door, **(hybrid if door == "wrapper" else {}))
-    state = get_model_state_dict(model)
-    for name, value in state.items():
-        if isinstance(value, DTensor):
-            assert torch.equal(value.full_tensor(), plain[name])
-    model.load_state_dict({name: value + 1 for name, value in state.items()})
-    weight = model.get_parameter("conv.weight").detach().full_tensor()
-    assert torch.equal(weight, plain["conv.weight"] + 1)
-    assert state["conv.weight"].placements == (Replicate(), Shard(0))
 
 
 @on_processes(2)

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from support import beside
 from support.beside import DOORS, params_of, whole
 from support.models import seeded
+from support.sampling import survey
 from support.world import on_processes
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
@@ -202,7 +203,7 @@ def test_steps_are_those_of_one_process(gloo_world, plan, door):
         ("function", "values", {"hybrid": True}),
         ("wrapper", "values", {"cpu_offload": CPUOffload(offload_params=True)}),
         ("wrapper", "first rank", {"sync_module_states": True}),
-        ("function", "plain tensors", {}),
+        survey(("function", "plain tensors", {})),
         ("function", "dtensors", {}),
     ],
     ids=[

@@ -25,8 +25,9 @@ from gpu.training import (
     shard,
     train,
 )
+from support import beside
 from support.accumulation import halves_overlapping
-from support.models import GPT, loss_of, make_batches
+from support.models import GPT, Block, loss_of, make_batches
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
@@ -40,7 +41,6 @@ from fullshard.torch import (
     CommunicationCompression,
     CPUOffload,
     CPUOffloadPolicy,
-    FullyShardedDataParallel,
     ShardingStrategy,
     exchange_matrices,
     fully_shard,
@@ -85,12 +85,7 @@ def recomputing(comm, model, reentrant=False, **options):
 
 
 def by_wrapper(comm, model, **options):
-    blocks = set(model.blocks)
-
-    def policy(module, recurse, **_):
-        return recurse or module in blocks
-
-    return FullyShardedDataParallel(model, comm, auto_wrap_policy=policy, **options)
+    return beside.shard(model, comm, "wrapper", [Block], **options)
 
 
 def optional(comm, model):

@@ -13,18 +13,19 @@ from gpu.stream_world import (
     sleep_on,
 )
 from gpu.training import assert_same, build, cases, full_parameters, plain, shard, train
+from support import beside
 from support.accumulation import (
     halves_each_reduced,
     halves_overlapping,
     halves_without_communication,
 )
-from support.models import loss_of, make_batches, seeded
+from support.beside import grid
+from support.models import Block, loss_of, make_batches, seeded
 from torch import nn
 
 from fullshard.torch import (
     CPUOffload,
     CPUOffloadPolicy,
-    FullyShardedDataParallel,
     fully_shard,
     set_prefetch,
 )
@@ -33,18 +34,7 @@ from fullshard.torch.unit.guards.writes import Writes
 
 
 def wrapped(model, where, **options):
-    blocks = set(model.blocks)
-    return FullyShardedDataParallel(
-        model,
-        where,
-        auto_wrap_policy=lambda module, recurse, **_: recurse or module in blocks,
-        **options,
-    )
-
-
-def hybrid(comm):
-    first = comm.rank // 2 * 2
-    return comm.subgroup(range(first, first + 2)), comm.subgroup(range(comm.rank % 2, comm.size, 2))
+    return beside.shard(model, where, "wrapper", [Block], **options)
 
 
 def prefetching(forward, backward):
@@ -64,7 +54,7 @@ WAYS = {
     "deep prefetch": (2, prefetching(3, 3)),
     "kept after forward": (2, lambda comm, model: shard(model, comm, reshard_after_forward=False)),
     "blocks of 2": (4, lambda comm, model: shard(model, comm, reshard_after_forward=2)),
-    "hybrid": (4, lambda comm, model: shard(model, hybrid(comm))),
+    "hybrid": (4, lambda comm, model: shard(model, grid(comm))),
     "offload": (2, lambda comm, model: shard(model, comm, offload_policy=CPUOffloadPolicy())),
     "offload unpinned": (
         2,
@@ -72,7 +62,7 @@ WAYS = {
     ),
     "offload hybrid": (
         4,
-        lambda comm, model: shard(model, hybrid(comm), offload_policy=CPUOffloadPolicy()),
+        lambda comm, model: shard(model, grid(comm), offload_policy=CPUOffloadPolicy()),
     ),
     "offload optimizer": (
         2,

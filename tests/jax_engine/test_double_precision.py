@@ -9,6 +9,7 @@ import pytest
 from flax import nnx
 from jax import lax
 from support import jax_models as models
+from support.sampling import survey
 
 from fullshard.jax import create_mesh, cross_entropy, embed, gathered, make_train_step, scan_layers
 
@@ -125,14 +126,14 @@ MATRICES = weights((8, 16), (16, 8))
 @pytest.mark.parametrize(
     ("loss", "params", "batch"),
     [
-        (forward_mode, MATRICES, X),
-        (gradient_penalty, MATRICES, X),
+        survey((forward_mode, MATRICES, X)),
+        survey((gradient_penalty, MATRICES, X)),
         (curvature, MATRICES, X),
-        (inner_steps, MATRICES, X),
+        survey((inner_steps, MATRICES, X)),
         (closing_over, weights((8, 16), (16, 8), (8,)), X),
         (mapped_and_branched, MATRICES, X),
         (of_odd_shapes, weights((5, 7), (7, 5), (8, 5), (0, 8)), X),
-        (experts_chosen, weights((8, 4), (4, 8, 16), (4, 16, 8)), X),
+        survey((experts_chosen, weights((8, 4), (4, 8, 16), (4, 16, 8)), X)),
         (encoder_and_decoder, weights((40, 8), (12, 8, 8)), np.tile(TOKENS, (1, 5))),
         (from_the_end, weights((400, 7), (7, 400)), TOKENS),
         (mapped_tables, weights((40, 8), (8, 40)), TOKENS),

@@ -324,10 +324,10 @@ def test_tables_give_what_they_give_whole(table, positions, tied, mesh):
 
 def test_tables_do_not_travel_where_tokens_are_fewer():
     batch = {name: np.zeros((8, 2), np.int32) for name in "xy"}
-    params = {"table": weights(1000, 16), "head": weights(16, 1001)}
+    params = {"table": weights(1000, 16), "odd": weights(1001, 16), "head": weights(16, 1001)}
 
     def loss(params, batch):
-        hidden = embed(params["table"], batch["x"])
+        hidden = embed(params["table"], batch["x"]) + embed(params["odd"], batch["y"])
         return cross_entropy(hidden, params["head"], batch["y"]).mean()
 
     step, batch = in_step(loss, batch, params=params)

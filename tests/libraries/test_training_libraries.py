@@ -23,10 +23,7 @@ PACKAGES = {
 BY_ROW = ("model_parallel", "transformers")  # these look for DTensors
 
 # One of each mechanism; the others are tried in thorough runs.
-ALWAYS = (
-    *("accelerate/1-full", "accelerate/2-sharded"),
-    *("fabric/full", "model_parallel/distributed", "transformers/sharded"),
-)
+ALWAYS = ("accelerate/1-full", "model_parallel/distributed", "transformers/sharded")
 
 # Another case exchanges files of their form; what differs is seen when they load their own.
 FORMS_OF_OTHERS = (

@@ -10,13 +10,13 @@ from itertools import product
 
 import pytest
 import torch
+from support.beside import grid
 from support.expert_workers import StackedMuon
 from support.optimizers import OPTIMIZERS
 from support.owned_matrices import (
     alone,
     assert_equal_in_float64,
     full,
-    grid,
     in_float64,
     is_for_muon,
     sharded,

@@ -20,6 +20,7 @@ from support.owned_matrices import (
     train,
     wrapped,
 )
+from support.sampling import survey
 from support.threads import on_ranks
 from torch import nn
 
@@ -58,9 +59,14 @@ def kinds(sent):
     return [kind for rank, kind, _ in sent if rank == 0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("world", "door"),
-    [(1, "wrapper"), (2, "fully_shard"), *((3, door) for door in DOORS), (5, "wrapper")],
+    [
+        (2, "fully_shard"),
+        (3, "wrapper"),
+        *map(survey, [(1, "wrapper"), (3, "fully_shard"), (5, "wrapper")]),
+    ],
 )
 def test_muon_is_that_of_one_process_by_two_calls_a_unit(world, door, sent):
     def body(comm):
@@ -88,6 +94,7 @@ def test_bytes_of_a_step_are_those_of_gradients_and_new_values(world, sent):
     assert sum(map(sum, of_ranks)) <= world * most  # some parts stay
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("write", ["in place", "unseen"])
 def test_what_is_written_between_steps_is_sent_again(write, sent):
     def body(comm):
@@ -232,6 +239,7 @@ def test_fsdp1s_state_dicts_do_not_know_what_is_counted_for_all(comm):
         fs.FullyShardedDataParallel.optim_state_dict(model, optimizer)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("door", DOORS)
 def test_accumulation_clipping_and_a_matrix_without_a_gradient(door, monkeypatch):
     in_float64(monkeypatch)
@@ -260,6 +268,7 @@ def by_name(optimizers):
     return dict(zip(("muon", "adamw"), optimizers, strict=True))
 
 
+@pytest.mark.long
 def test_state_goes_on_from_state_dicts_and_checkpoints(tmp_path):
     def run(comm, how=None):
         model, optimizers = made(comm, "wrapper")

@@ -20,13 +20,16 @@ from fullshard.testing import LocalWorld
 from fullshard.torch import exchange_matrices
 
 ADMITTED = [
-    *(f"pytorch_optimizer.{name}" for name in ("CAME", "LARS", "NorMuon", "SOAP")),
+    *(f"pytorch_optimizer.{name}" for name in ("CAME", "SOAP")),
     *("schedulefree.AdamWScheduleFree", "transformers.optimization.Adafactor"),
     "bitsandbytes.optim.LAMB8bit",
 ]
 IN_SURVEYS = [
     *(f"pytorch_optimizer.{name}" for name in ("AdaFactor", "AdaMuon", "AdamP", "Lamb", "Lion")),
-    *(f"pytorch_optimizer.{name}" for name in ("Muon", "SCION", "SM3", "Shampoo")),
+    *(
+        f"pytorch_optimizer.{name}"
+        for name in ("LARS", "Muon", "NorMuon", "SCION", "SM3", "Shampoo")
+    ),
     *(f"bitsandbytes.optim.{name}" for name in ("AdamW8bit", "Lion8bit")),
 ]
 
@@ -42,6 +45,7 @@ def maker(kind, **options):
     return lambda model: muon_and_adamw(model, muon=make)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "path", [*ADMITTED, *(pytest.param(path, marks=pytest.mark.thorough) for path in IN_SURVEYS)]
 )

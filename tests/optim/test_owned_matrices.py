@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from support.beside import grid
 from support.owned_matrices import (
     DOORS,
     TEMPLATE,
@@ -13,13 +14,13 @@ from support.owned_matrices import (
     assert_equal,
     batch,
     full,
-    grid,
     loss_of,
     muon_and_adamw,
     sharded,
     train,
     wrapped,
 )
+from support.sampling import THOROUGH
 from support.threads import on_ranks
 from torch import nn
 
@@ -29,10 +30,11 @@ from fullshard.core.grouping import muon_work
 from fullshard.testing import LocalWorld
 from fullshard.torch.tensor.parameter import ShardedParameter
 
-WORLDS = (1, 2, 3, 4, 5, 8)
+WORLDS = (1, 2, 3, 4, 5, 8) if THOROUGH else (1, 3, 8)
 WRAPPED = "_fsdp_wrapped_module."
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("world", WORLDS)
 def test_muon_is_that_of_one_process_and_sends_nothing(world, door, monkeypatch):
@@ -92,6 +94,7 @@ def test_optimizers_that_look_beyond_a_matrix_are_refused():
     LocalWorld(2).run(body)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("align", ["matrix", "row", "element"])
 @pytest.mark.parametrize("door", DOORS)
 def test_hybrid_ranks_and_accumulation(door, align):
@@ -112,6 +115,7 @@ def test_hybrid_ranks_and_accumulation(door, align):
         assert_equal(values, expected)
 
 
+@pytest.mark.long
 def test_state_dicts_are_those_of_one_process_and_load_on_any_number_of_ranks():
     model = copy.deepcopy(TEMPLATE)
     optimizers = muon_and_adamw(model)
@@ -209,6 +213,7 @@ def test_norms_are_those_of_all_ranks_outside_of_steps():
     assert LocalWorld(3).run(body) == pytest.approx([expected] * 3, rel=1e-5)
 
 
+@pytest.mark.long
 @on_ranks(4)
 def test_refused_is_what_needs_equal_slices(comm):
     with pytest.raises(NotSupportedError, match="needs equal slices"):
@@ -295,6 +300,7 @@ def test_units_dealt_out_together_are_stepped_as_by_one_process():
         assert_equal(values, expected)
 
 
+@pytest.mark.long
 def test_matrices_dealt_out_on_the_meta_device_are_stepped_as_by_one_process():
     values = {name: param.detach().clone() for name, param in TEMPLATE.named_parameters()}
 
@@ -327,6 +333,7 @@ def test_what_is_not_among_matrices_dealt_out_together_is_dealt_out_behind_them(
     assert LocalWorld(2).run(body) == [3, 3]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("door", DOORS)
 def test_accumulation_on_ranks_that_are_no_power_of_two(door):
     def body(comm):
@@ -340,6 +347,7 @@ def test_accumulation_on_ranks_that_are_no_power_of_two(door):
         assert_equal(values, expected)
 
 
+@pytest.mark.long
 def test_checkpoints_load_on_other_numbers_of_ranks_and_into_other_layouts(tmp_path):
     def save(comm):
         model = sharded(comm)
@@ -367,6 +375,7 @@ def test_checkpoints_load_on_other_numbers_of_ranks_and_into_other_layouts(tmp_p
 LAYOUTS = [(sharded, "matrix"), (sharded, "row"), (wrapped, "matrix"), (wrapped, "element")]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("saved", LAYOUTS[:2] + LAYOUTS[3:])
 def test_checkpoints_go_between_matrices_rows_and_elements(saved, tmp_path):
     """A step behind loading is that of one process, so what was loaded is whole and in place."""

@@ -57,6 +57,7 @@ def has_the_scale_of_the_whole(update):
 CHECKS = [is_stepped, is_orthogonal, has_the_scale_of_the_whole]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("world", [2, 3, 8])
 def test_updates_are_those_of_whole_matrices(world):
     for name, update in updates(torch.optim.Muon, world).items():

@@ -21,7 +21,7 @@ import fullshard.torch as fs
 from fullshard.core import layout
 from fullshard.testing import LocalWorld
 
-SEEDS = range(400) if FULL else range(8)
+SEEDS = range(400 if FULL else 5)
 STEPS = 4
 
 

@@ -14,6 +14,8 @@ from fullshard.core.errors import ConfigurationError
 from fullshard.core.strategy import ShardingStrategy
 from fullshard.plan import Recompute, predict
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 DATA = ROOT / "benchmarks/data"
 MOSAIC, PUBLISHED = DATA / "mosaicml_fsdp_throughput.csv", DATA / "published_fsdp_runs.csv"
@@ -26,6 +28,19 @@ def rows():
     sys.modules["plan_rows"] = module
     spec.loader.exec_module(module)
     return module
+
+
+def told(rows, file, **lists):
+    """Return the rows of a file, each with what is predicted for it."""
+    read = rows.read_rows(DATA / file, **lists)
+    return [(row, predict(row.model, row.run, row.cluster)) for row in read]
+
+
+@pytest.fixture(scope="module")
+def unseen(rows):
+    """Return the rows of sources to which nothing is fitted, as `told`, and those that failed."""
+    failed = []
+    return told(rows, "unseen/unseen_fsdp_runs.csv", failed=failed), failed
 
 
 def test_rows_say_what_was_run(rows):
@@ -60,12 +75,11 @@ def test_predictions_keep_what_is_promised(rows):
         assert sorted(errors)[len(errors) // 2] <= median
 
 
-def test_sources_that_no_constant_is_fitted_to_are_inside(rows):
-    unseen = rows.read_rows(DATA / "unseen/unseen_fsdp_runs.csv")
+def test_sources_that_no_constant_is_fitted_to_are_inside(rows, unseen):
+    found, _ = unseen
     fitted = {each.group for file in (MOSAIC, PUBLISHED) for each in rows.read_rows(file)}
-    assert len({each.group for each in unseen}) >= 3
-    assert not fitted & {each.group for each in unseen}
-    found = [(each, predict(each.model, each.run, each.cluster)) for each in unseen]
+    assert len({row.group for row, _ in found}) >= 3
+    assert not fitted & {row.group for row, _ in found}
     errors = [abs(each.tokens_per_s / row.tokens - 1) for row, each in found]
     assert sum(errors) / len(errors) <= 0.1
     inside = [
@@ -190,16 +204,14 @@ def changed_row(rows, folder, changes):
     return rows.read_rows(written(folder, changes))[0]
 
 
-def test_memory_of_unseen_sources_is_told_within_ten_percent_and_no_failed_run_to_fit(rows):
-    failed, errors, large = [], [], []
-    kept = rows.read_rows(DATA / "unseen/unseen_fsdp_runs.csv", failed=failed)
-    for row in kept:
-        found = predict(row.model, row.run, row.cluster)
+def test_memory_of_unseen_sources_is_told_within_ten_percent_and_no_failed_run_to_fit(unseen):
+    (kept, failed), errors, large = unseen, [], []
+    for row, found in kept:
         large.append(not found.fits)
         if row.memory_gib is not None:
             memory = found.memory
-            told = memory.allocated_bytes if row.allocated else memory.reserved_bytes
-            errors.append(told / 2**30 / row.memory_gib - 1)
+            held = memory.allocated_bytes if row.allocated else memory.reserved_bytes
+            errors.append(held / 2**30 / row.memory_gib - 1)
     assert (len(kept), len(failed), len(errors)) == (105, 46, 87)
     assert sum(map(abs, errors)) / len(errors) <= 0.03
     assert 0 <= sum(errors) / len(errors) <= 0.08
@@ -212,10 +224,7 @@ def test_memory_of_unseen_sources_is_told_within_ten_percent_and_no_failed_run_t
     [("experts", 0.25, 2.1), ("expert_parallel", 0.2, 2.3), ("found_later", 0.13, 2.4)],
 )
 def test_sources_that_are_left_out_are_inside_and_intervals_not_wide(rows, file, error, width):
-    found = [
-        (row, predict(row.model, row.run, row.cluster))
-        for row in rows.read_rows(DATA / f"unseen/{file}.csv")
-    ]
+    found = told(rows, f"unseen/{file}.csv")
     errors = [abs(each.tokens_per_s / row.tokens - 1) for row, each in found]
     assert sum(errors) / len(errors) <= error
     inside = [
@@ -228,10 +237,9 @@ def test_sources_that_are_left_out_are_inside_and_intervals_not_wide(rows, file,
 
 def test_memory_of_experts_is_told_and_their_speed_is_unsure(rows):
     failed = []
-    kept = rows.read_rows(DATA / "unseen/experts.csv", failed=failed)
+    kept = told(rows, "unseen/experts.csv", failed=failed)
     assert (len(kept), len(failed)) == (6, 18)
-    for row in kept:
-        found = predict(row.model, row.run, row.cluster)
+    for row, found in kept:
         error = found.memory.allocated_bytes / 2**30 / row.memory_gib - 1
         assert 0 <= error <= 0.10
         assert found.fits

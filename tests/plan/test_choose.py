@@ -83,6 +83,7 @@ def test_an_impossible_budget_is_refused_with_the_floor():
         search(MODEL, SearchSpace(Run()), EIGHT, budget_bytes=0)
 
 
+@pytest.mark.long
 def test_the_smallest_change_is_one_if_one_is_enough():
     run = Run(micro_batch=2, loss=Loss.FUSED)
     assert not predict(MODEL, run, EIGHT).fits
@@ -150,6 +151,7 @@ def test_questions_that_cannot_be_read_are_refused(text, said):
         parse_question(text)
 
 
+@pytest.mark.long
 def test_a_loss_that_fills_the_memory_is_part_of_the_way_out():
     cluster = cluster_of(named_device("h100"), 1)
     with pytest.raises(ConfigurationError, match="a loss that keeps less"):

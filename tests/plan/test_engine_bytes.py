@@ -37,7 +37,8 @@ def compare(configuration, found, expected, rank):
     assert (rest.parameters_bytes, rest.gradients_bytes, rest.optimizer_bytes) == state
 
 
-@pytest.mark.parametrize("seed", range(16))
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(10))
 def test_random_configurations_on_ranks_as_threads(seed):
     configuration = Configuration.random(seed, list(range(1, 9)))
     expected = planned(configuration)

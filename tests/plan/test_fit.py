@@ -15,6 +15,8 @@ pytest.importorskip("numpy")
 from fullshard.plan.cluster.cluster import Constants
 from fullshard.plan.cluster.devices import fitted_constants, fitted_runs, fitted_spread
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "benchmarks"
 PACKAGE = resources.files("fullshard.plan.cluster")  # of a wheel, too

@@ -42,6 +42,7 @@ def test_blocks_are_found(tiny):
     assert repeated_modules(nn.Linear(2, 2)) == ()
 
 
+@pytest.mark.long
 def test_each_way_to_run_is_recorded(tiny):
     one, two = (tiny.record(replace(IN_FULL, micro_batch=n)) for n in (1, 2))
     assert tiny.record(replace(IN_FULL, micro_batch=2)) is two
@@ -70,6 +71,7 @@ def test_any_module_is_planned_by_one_call():
     assert choice.best.fits
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recompute", list(Recompute))
 def test_a_preset_needs_what_its_model_was_measured_to_need(recompute):
     """Told by its shape alone: model state is equal, the peak close."""

@@ -128,6 +128,7 @@ def test_an_encoder_decoder_is_to_be_recorded():
         model_from_config({"model_type": "t5"}, "t5")
 
 
+@pytest.mark.long
 def test_parameters_of_transformers_own_models(tmp_path):
     transformers = pytest.importorskip("transformers")
     torch = pytest.importorskip("torch")
@@ -302,6 +303,7 @@ def test_runs_that_cannot_be_are_refused(fields, said):
         Run(**fields)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("kind", "prefix", "more"),
     [

@@ -16,6 +16,7 @@ def blocks():
             yield pytest.param(code, id=f"{page}-{number}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("code", list(blocks()))
 def test_a_block_runs(code):
     if "transformers" in code:

@@ -27,6 +27,8 @@ from fullshard.plan.run import Run
 from fullshard.plan.step.script import write_script
 from fullshard.torch.measuring import record_step
 
+pytestmark = pytest.mark.long
+
 CASES = {
     "gpt": gpt(3, 64, 4, 64),
     "gpt, long": gpt(2, 64, 1, 256),

@@ -64,6 +64,7 @@ def test_the_timeline_has_the_peak_of_the_forecast(step):
     assert forecast.cause.startswith(peak.label)
 
 
+@pytest.mark.long
 def test_an_svg_has_the_same_bytes_each_time(step, tmp_path):
     _, _, _, samples = step
     for name in ("a.svg", "b.svg", "a.png"):
@@ -71,6 +72,7 @@ def test_an_svg_has_the_same_bytes_each_time(step, tmp_path):
     assert (tmp_path / "a.svg").read_bytes() == (tmp_path / "b.svg").read_bytes()
 
 
+@pytest.mark.long
 def test_the_picture_of_memory_names_the_peak_and_what_it_is_of(step, tmp_path):
     forecast, _, _, samples = step
     figure = draw_memory(samples, "a & b", capacity_bytes=2 * forecast.peak_bytes)

@@ -22,6 +22,7 @@ SMALL = ["plan", "gpt2-124m", "--devices", "8", "--sequence", "512"]
 GOLDEN = Path(__file__).parent / "golden"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", [80, 200])
 def test_all_of_it_fits_the_terminal_and_is_as_before(width, capsys, monkeypatch):
     """In a pipe, without colours."""
@@ -55,6 +56,7 @@ def test_speeds_fall_and_percentages_agree(capsys):
         assert f": {share:.0%} are" in memory["cause"]
 
 
+@pytest.mark.long
 def test_memory_of_the_host_is_told(capsys):
     asked = ["plan", "llama3-8b", "--devices", "8", "--offload", "params", "--recompute", "full"]
     assert main(asked) == 0
@@ -97,6 +99,7 @@ def test_json_tells_the_same(capsys):
     assert [each["prefetch"] for each in told["what_if"]["prefetch"]] == ["0", "1"]
 
 
+@pytest.mark.long
 def test_pictures_and_settings_are_written(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="pictures need the extra plots")
     config = tmp_path / "train.toml"
@@ -152,6 +155,7 @@ def test_bad_input_is_refused_with_the_nearest_valid_choice(asked, said, capsys)
     assert len(err.splitlines()) == 1
 
 
+@pytest.mark.long
 def test_planning_loads_no_framework():
     code = (
         "import sys; from fullshard.cli import main; "

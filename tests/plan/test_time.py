@@ -76,6 +76,7 @@ def test_a_unit_is_computed_only_after_its_gather():
             assert gathered[each.unit] <= each.start_s + 1e-12
 
 
+@pytest.mark.long
 @settings(max_examples=25, deadline=None)
 @given(
     micro_batch=st.integers(1, 4),

@@ -119,7 +119,10 @@ def test_ranks_that_left_before_the_last_attempt_are_not_compared():
     gone = first.run().ranks[2]
     run = RunRecord({**both.ranks, 2: gone})
     assert measure(run).ranks == (0, 1)
-    assert sum(goodput(run, measure(run)).seconds.values()) > 0
+    begin, (left,) = gone.attempts[0].wall_s(0.0), gone.attempts
+    end = max(a.wall_s(a.last_s) for a in (both.ranks[rank].attempts[-1] for rank in (0, 1)))
+    counted = [end - begin, end - begin, left.wall_s(left.last_s) - begin]
+    assert goodput(run, measure(run)).wall_s == pytest.approx(sum(counted) / 3)
 
 
 def test_records_without_steps_are_refused():

@@ -108,6 +108,7 @@ def test_it_loads_neither_torch_nor_jax(tmp_path):
     assert (done.returncode, done.stderr) == (0, b"")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_pictures_show_names_as_they_are(tmp_path, suffix):
     write(named(RUNS["slow_rank"].run(), NASTY), tmp_path)

@@ -9,44 +9,32 @@ import time
 import pytest
 import torch
 from support import recording_workers
+from support.beside import grid, shard
 from support.stack import WIDTH, Stack, step
 from torch import nn
 
-import fullshard
 from fullshard.core.errors import ConfigurationError, UsageError
-from fullshard.report import read_run, record_path, recording
+from fullshard.report import MemoryByOwner, read_run, record_path, recording
 from fullshard.testing import LocalWorld
-from fullshard.torch import FullyShardedDataParallel, fully_shard, tracing
+from fullshard.torch import ShardingStrategy, tracing
 from fullshard.torch.comm.protocol import SoloComm
+from fullshard.torch.inspection.last_words import live_table
 from fullshard.torch.inspection.traffic import tracker_to_record
 from fullshard.torch.step.managed import managed_units
-from fullshard.wrap import ModuleWrapPolicy
 
 PLAIN = Stack(3)
 
 
 def by_function(comm):
-    model = copy.deepcopy(PLAIN)
-    for block in model.blocks:
-        fully_shard(block, mesh=comm)
-    return fully_shard(model, mesh=comm)
+    return shard(copy.deepcopy(PLAIN), comm, units=[nn.Sequential])
 
 
-def by_wrapper(comm):
-    policy = ModuleWrapPolicy({nn.Sequential})
-    return FullyShardedDataParallel(copy.deepcopy(PLAIN), comm, auto_wrap_policy=policy)
+def by_wrapper(comm, **options):
+    return shard(copy.deepcopy(PLAIN), comm, "wrapper", [nn.Sequential], **options)
 
 
 def in_pairs(comm):
-    pair = comm.subgroup(range(comm.rank // 2 * 2, comm.rank // 2 * 2 + 2))
-    replicas = comm.subgroup(range(comm.rank % 2, comm.size, 2))
-    policy = ModuleWrapPolicy({nn.Sequential})
-    return FullyShardedDataParallel(
-        copy.deepcopy(PLAIN),
-        (pair, replicas),
-        auto_wrap_policy=policy,
-        sharding_strategy=fullshard.torch.ShardingStrategy.HYBRID_SHARD,
-    )
+    return by_wrapper(grid(comm), sharding_strategy=ShardingStrategy.HYBRID_SHARD)
 
 
 SHARDED = {"function": by_function, "wrapper": by_wrapper, "hybrid": in_pairs}
@@ -274,6 +262,32 @@ def test_when_memory_runs_out_the_error_says_what_is_live(tmp_path):
     (attempt,) = read_run(tmp_path).ranks[1].attempts
     assert attempt.ending.startswith("RuntimeError: ")
     assert len(attempt.steps) == 1
+
+
+def test_what_is_live_is_written_by_owner_and_by_unit():
+    memory = MemoryByOwner(0.5, 2048, 1024, 4096, 512, 256, 8192, 2**14, 2**20)
+    units = {"idle": (0, 0), "small": (0, 256), "large": (512, 0)}
+    units |= {f"more.{number}": (64, 0) for number in range(7)}
+    first, *lines, last = live_table(3, memory, units).splitlines()
+    assert first == "Out of memory on rank 3."
+    assert [tuple(re.split("  +", line)) for line in lines if line[0] != "-"] == [
+        ("live as the error came out", "bytes"),
+        ("parameters, sharded", "2.00 KiB"),
+        ("gradients, sharded", "1.00 KiB"),
+        ("optimizer state", "4.00 KiB"),
+        ("full parameters of units", "512 B"),
+        ("full gradients of units", "256 B"),
+        ("activations and all else", "256 B"),
+        ("together", "8.00 KiB"),
+        ("the most so far", "16.00 KiB"),
+        ("there is", "1.00 MiB"),
+        ("unit", "full parameters", "full gradients"),
+        ("large", "512 B", "0 B"),
+        ("small", "0 B", "256 B"),
+        *((f"more.{number}", "64 B", "0 B") for number in range(6)),
+        ("(and 1 more)",),
+    ]
+    assert "fullshard plan" in last
 
 
 def test_what_cannot_be_is_refused_before_anything_is_written(tmp_path):

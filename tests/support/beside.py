@@ -33,6 +33,15 @@ def shard(model, comm, door="function", units=(), **options):
     return fully_shard(model, mesh=comm, **options)
 
 
+def grid(comm, within=2):
+    """Split ranks, for hybrid sharding: rows share slices, columns hold equal ones."""
+    row, place = divmod(comm.rank, within)
+    return (
+        comm.subgroup(range(row * within, (row + 1) * within)),
+        comm.subgroup(range(place, comm.size, within)),
+    )
+
+
 def whole(value):
     """``value`` as one process has it; collective if it is sharded."""
     if value is None:
@@ -48,12 +57,3 @@ def params_of(model: nn.Module):
 def grads_of(model: nn.Module):
     """The whole gradients by name; None where there is none."""
     return {name: whole(param.grad) for name, param in model.named_parameters()}
-
-
-def params_after(model: nn.Module, optimizer, losses):
-    """Step for each of ``losses``, functions of the model; the whole parameters then."""
-    for loss in losses:
-        loss(model).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return params_of(model)

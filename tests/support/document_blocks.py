@@ -6,21 +6,17 @@ imports, the device and the backend differ: CPU and Gloo. `docs/documents.md` li
 """
 
 import functools
-import os
-import runpy
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch import optim
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
 from torch.nn import TransformerEncoderLayer
-from torch.optim.lr_scheduler import StepLR
-from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import fullshard as sft
 from fullshard.core.errors import UsageError
@@ -33,7 +29,6 @@ from fullshard.torch import (
     StateDictType,
 )
 from fullshard.torch import FullyShardedDataParallel as FSDP
-from fullshard.train.data import load_digits
 from fullshard.wrap import size_based_auto_wrap_policy, transformer_auto_wrap_policy
 
 # ---- the minimal setup ---------------------------------------------------------------------------
@@ -301,83 +296,3 @@ def sampler_epochs(epochs):
         sampler.set_epoch(epoch)
         seen.append([int(number) for number, _ in loader])
     return seen
-
-
-# ---- digits --------------------------------------------------------------------------------------
-
-
-EXAMPLE = Path(__file__).parents[2] / "examples" / "mnist.py"
-Net = runpy.run_path(str(EXAMPLE))["Net"]
-
-
-my_auto_wrap_policy = functools.partial(size_based_auto_wrap_policy, min_num_params=20000)
-
-
-def setup(rank, world_size):
-    os.environ["MASTER_ADDR"] = "localhost"  # the document fixes the port as well
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
-
-
-def cleanup():
-    dist.destroy_process_group()
-
-
-@functools.cache
-def digits():
-    """The 5,000 digits, as 4,000 to train on and 1,000 held back; every eighth of each is used."""
-    data = load_digits(1000)
-    whole = TensorDataset(torch.from_numpy(data.images), torch.from_numpy(data.labels))
-    return Subset(whole, range(0, 4000, 8)), Subset(whole, range(4000, 5000, 8))
-
-
-def train(model, rank, train_loader, optimizer, epoch, sampler=None):
-    model.train()
-    ddp_loss = torch.zeros(2)
-    if sampler:
-        sampler.set_epoch(epoch)
-    for data, target in train_loader:
-        optimizer.zero_grad()
-        loss = F.nll_loss(model(data), target, reduction="sum")
-        loss.backward()
-        optimizer.step()
-        ddp_loss[0] += loss.item()
-        ddp_loss[1] += len(data)
-    dist.all_reduce(ddp_loss, op=dist.ReduceOp.SUM)
-    if rank == 0:
-        print(f"Train Epoch: {epoch} \tLoss: {ddp_loss[0] / ddp_loss[1]:.6f}")
-
-
-def test(model, rank, test_loader):
-    model.eval()
-    ddp_loss = torch.zeros(3)
-    with torch.no_grad():
-        for data, target in test_loader:
-            output = model(data)
-            ddp_loss[0] += F.nll_loss(output, target, reduction="sum").item()
-            pred = output.argmax(dim=1, keepdim=True)
-            ddp_loss[1] += pred.eq(target.view_as(pred)).sum().item()
-            ddp_loss[2] += len(data)
-    dist.all_reduce(ddp_loss, op=dist.ReduceOp.SUM)
-    return (ddp_loss[1] / ddp_loss[2]).item()
-
-
-def fsdp_main(options):
-    """Trains for an epoch: the accuracy then, the printed model, if the group was left."""
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    setup(rank, world_size)
-    dataset1, dataset2 = digits()
-    sampler1 = DistributedSampler(dataset1, rank=rank, num_replicas=world_size, shuffle=True)
-    sampler2 = DistributedSampler(dataset2, rank=rank, num_replicas=world_size)
-    train_loader = DataLoader(dataset1, batch_size=64 // world_size, sampler=sampler1)
-    test_loader = DataLoader(dataset2, batch_size=125, sampler=sampler2)
-    torch.manual_seed(0)
-    model = FSDP(Net(), **options)
-    optimizer = optim.Adadelta(model.parameters(), lr=1.0)
-    scheduler = StepLR(optimizer, step_size=1, gamma=0.7)
-    for epoch in range(1, 2):
-        train(model, rank, train_loader, optimizer, epoch, sampler=sampler1)
-        accuracy = test(model, rank, test_loader)
-        scheduler.step()
-    printed = repr(model)
-    cleanup()
-    return accuracy, printed, dist.is_initialized()

@@ -202,13 +202,3 @@ def assert_equal_in_float64(values, expected):
     for name, value in values.items():
         assert value.dtype == torch.float64
         torch.testing.assert_close(value, expected[name], rtol=1e-12, atol=1e-12, msg=name)
-
-
-def grid(comm, within):
-    """Split ranks into rows that share slices, and columns that hold equal ones."""
-    row, place = divmod(comm.rank, within)
-    first = row * within
-    return (
-        comm.subgroup(range(first, first + within)),
-        comm.subgroup(range(place, comm.size, within)),
-    )

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from support.beside import grid
 from support.expert_workers import StackedMuon
 from support.optimizers import FORMS, FUSED, OPTIMIZERS
 from torch import nn
@@ -111,11 +112,7 @@ class Way:
     together: bool  # matrices are dealt out for the whole model
 
     def shard(self, comm, model):
-        where = comm
-        if self.mode == "HYBRID_SHARD":
-            first = comm.rank // self.inner * self.inner
-            across = range(comm.rank % self.inner, comm.size, self.inner)
-            where = comm.subgroup(range(first, first + self.inner)), comm.subgroup(across)
+        where = grid(comm, self.inner) if self.mode == "HYBRID_SHARD" else comm
         if self.door == "wrapper":
             units = {model.get_submodule(name) for name in self.units}
             return fs.FullyShardedDataParallel(

@@ -153,6 +153,7 @@ def test_same_names_in_two_folders_are_refused(tmp_path):
         data.read_corpus([str(tmp_path / "x" / "docs"), str(tmp_path / "y" / "docs")])
 
 
+@pytest.mark.long
 def test_the_corpus_that_python_carries():
     files = data.python_corpus()
     assert sum(map(len, files.values())) > 5_000_000

@@ -12,6 +12,7 @@ from fullshard.train.torch.models import GPT, DigitNet, Rotary
 SHAPE = Transformer(2, 32, 4, 2, 48, 64, context=16)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TRANSFORMERS)
 def test_parameter_count_is_that_of_the_preset(name):
     shape = TRANSFORMERS[name]

@@ -9,6 +9,7 @@ from support.models import seeded
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.presets import training_flops_per_token, transformer
 from fullshard.testing import LocalWorld
+from fullshard.torch.comm.protocol import SoloComm
 from fullshard.torch.inspection.memory import Bytes
 from fullshard.train.config import resolve
 from fullshard.train.data import Corpus, IllustratedData, load_digits
@@ -58,6 +59,7 @@ def train(name, ranks):
     return LocalWorld(ranks).run(body)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["moe", "vlm"])
 def test_three_ranks_that_run_different_parts_are_one_process(name):
     if name == "vlm":
@@ -114,6 +116,23 @@ def test_flops_count_the_two_experts_of_a_byte():
         plain = build_model(settings("gpt"))
     more = active - sum(p.numel() for p in plain.parameters())
     assert config.flops_per_token == dense + 6.0 * more
+
+
+def test_a_run_without_memory_says_what_would_fit(tmp_path):
+    config = settings("gpt", "log.record=true")
+    here = RankWorld(SoloComm(), torch.device("cpu"))
+    model = seeded(lambda: build_model(config))
+    optimizer = make_optimizer(model, config.optim)
+    run = TorchRun(config, here, data_of(config), model, optimizer, Bytes.unsharded(model))
+    told = {}
+    for kind in (torch.OutOfMemoryError, MemoryError, ValueError):
+        with pytest.raises(kind) as caught, run.recorded(str(tmp_path / kind.__name__)):
+            raise kind
+        told[kind] = getattr(caught.value, "__notes__", [])
+    assert told.pop(ValueError) == []
+    for live, change in told.values():
+        assert live.startswith("Out of memory on rank 0.")
+        assert "something else holds memory" in change
 
 
 @pytest.mark.parametrize("name", ["moe", "vlm"])

@@ -116,6 +116,7 @@ def samples(taken):
     return list(itertools.chain.from_iterable(parts))
 
 
+@pytest.mark.long
 def test_killed_five_times_on_changing_ranks_no_sample_twice_or_never(tmp_path, undisturbed):
     losses, taken = {}, {}
     draw = random.Random(1)

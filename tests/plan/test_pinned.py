@@ -24,7 +24,12 @@ from fullshard.plan.run import AttentionKernel, Offload, OptimizerKernels
 
 PINNED = {
     "eager": ("llama3-8b", "h100", 8, {}),
-    "compiled, expandable": ("llama3-8b", "b200", 8, {"compiled": True, "expandable_segments": True}),
+    "compiled, expandable": (
+        "llama3-8b",
+        "b200",
+        8,
+        {"compiled": True, "expandable_segments": True},
+    ),
     "short, other engine": ("Qwen3-0.6B", "a100-80", 4, {"sequence": 256, "engine": Engine.OTHER}),
     "offloaded": ("llama3-8b", "h100", 8, {"offload": Offload(params=True, optimizer=True)}),
     "foreach": ("Qwen3-0.6B", "h200", 2, {"optimizer_kernels": OptimizerKernels.FOREACH}),
@@ -76,9 +81,8 @@ def told(model, device, devices, settings):
     run = Run(**{"micro_batch": 1, "sequence": 4096, **settings})
     found = predict(named_model(model), run, cluster_of(named_device(device), devices))
     ends = (found.interval.low_s, found.step_s, found.interval.high_s)
-    return (
-        f"{' '.join(f'{each:.5g}' for each in ends)} s, {found.memory.reserved_bytes / 2**30:.5g} GiB"
-    )
+    gib = found.memory.reserved_bytes / 2**30
+    return f"{' '.join(f'{each:.5g}' for each in ends)} s, {gib:.5g} GiB"
 
 
 def test_forecasts_are_as_they_were():

@@ -73,7 +73,13 @@ PINNED = {
         64,
         {"experts": ExpertKernel.LOOP, "recompute": Recompute.FULL},
     ),
-    "loss in pieces": ("llama3-8b", "h100", 8, {"loss": Loss.CHUNKED}),
+    "loss in pieces": (
+        "Qwen3-0.6B",
+        "h100",
+        8,
+        {"loss": Loss.CHUNKED, "recompute": Recompute.FULL, "micro_batch": 2},
+    ),
+    "on CPUs": ("Qwen3-0.6B", "cpu", 2, {"sequence": 512}),
 }
 
 
@@ -81,8 +87,8 @@ def told(model, device, devices, settings):
     run = Run(**{"micro_batch": 1, "sequence": 4096, **settings})
     found = predict(named_model(model), run, cluster_of(named_device(device), devices))
     ends = (found.interval.low_s, found.step_s, found.interval.high_s)
-    gib = found.memory.reserved_bytes / 2**30
-    return f"{' '.join(f'{each:.5g}' for each in ends)} s, {gib:.5g} GiB"
+    gib = found.memory.peak_bytes / 2**30
+    return f"{' '.join(f'{each:.5g}' for each in ends)} s, {gib:.5g} GiB, {found.watts:.4g} W"
 
 
 def test_forecasts_are_as_they_were():

@@ -163,6 +163,7 @@ def _published(path: Path, record: dict[str, str]) -> Row:
         gather_dtype="float8_e4m3fn" if in_float8 else None,
         tensor_parallel=_degree(record["parallelism"], "TP"),
         cut_embedding="torchtitan" in told,
+        expandable_segments=re.search("torchtitan|expandable.segments", told) is not None,
         expert_parallel=_degree(record["parallelism"], "EP"),
         **_recompute(record["act_ckpt"], record["system"]),
     )

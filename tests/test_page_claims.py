@@ -44,6 +44,13 @@ def test_dotted_names_and_imports_exist(page):
     assert not [name for name in sorted(names) if not exists(name)]
 
 
+def test_no_page_has_the_marks_of_a_merge():
+    marked = re.compile(r"^(?:<{7} |>{7} |={7}$)", re.M)
+    assert [
+        page.name for page in (*PAGES, ROOT / "CHANGELOG.md") if marked.search(page.read_text())
+    ] == []
+
+
 @pytest.mark.parametrize("page", TODAY, ids=name_of)
 def test_files_exist(page):
     text = page.read_text()

@@ -45,6 +45,17 @@ def test_compute_alone_on_one_device_has_nothing_to_wait_for():
     assert found.step_s == pytest.approx(sum(found.parts.values()))
 
 
+def test_products_of_experts_alone_are_grouped():
+    """Backward has two products of each weight, which are not grouped for that."""
+    slow = replace(named_device("b200"), grouped=0.1)
+    for name, longer in (("llama3-8b", False), ("mixtral-8x7b", True)):
+        told = [
+            predict(named_model(name), Run(), cluster_of(device, 8)).parts["compute"]
+            for device in (named_device("b200"), slow)
+        ]
+        assert (told[1] > 1.5 * told[0]) if longer else (told[0] == told[1])
+
+
 def test_busy_stretches_of_a_stream_do_not_overlap_and_all_lie_in_the_step():
     run = Run(recompute=Recompute.FULL, wrap=Wrap.PART)
     cluster = cluster_of(H100, 64)
@@ -119,7 +130,7 @@ def test_rings_move_every_byte_but_ones_own_once():
 def test_intervals_hold_the_prediction_and_grow_with_what_is_unknown():
     told = Run(recompute=Recompute.FULL, attention=AttentionKernel.FLASH2)
     known = predict(MODEL, told, cluster_of(H100, 8))
-    assumed = predict(MODEL, told, cluster_of(named_device("b200"), 8))
+    assumed = predict(MODEL, told, cluster_of(named_device("rtx-6000-ada"), 8))
     for each in (known, assumed):
         assert each.interval.low_s < each.step_s < each.interval.high_s
     assert (
@@ -172,7 +183,7 @@ def test_adapters_that_are_units_of_their_own_hold_the_host_up(devices):
 def test_every_device_says_where_its_figures_come_from(name):
     device = named_device(name)
     assert device.origin
-    assert 0 < device.sustained <= 1
+    assert 0 < device.sustained <= 1.15  # boost clocks may be above the data sheet's
     halves = Precision(compute="float16" if "bfloat16" not in device.flops else "bfloat16")
     run = Run(param_dtype="float32", precision=halves, micro_batch=1, sequence=128)
     found = predict(named_model("gpt2-124m"), run, cluster_of(device, 1))

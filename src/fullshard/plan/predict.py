@@ -9,7 +9,7 @@ from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.cluster.devices import fitted_constants
 from fullshard.plan.memory import MemoryForecast, forecast_memory
 from fullshard.plan.model.operations import Model
-from fullshard.plan.run import Loss, Recompute, Run
+from fullshard.plan.run import Loss, Run
 from fullshard.plan.step.clock import Step, replay
 from fullshard.plan.step.interval import ALMOST_FULL, Interval, other_program, unknowns
 from fullshard.plan.step.script import Script, write_script
@@ -74,15 +74,14 @@ class Prediction:
         """Least and most bytes of the device's memory, as a 90% interval.
 
         Programs of nine in ten rows of sources that are not fitted keep up to 15% more and 20% less
-        than is told. The least is also without slack and what the caller of a plain loss may not
-        keep; the most has what is left of the logits' memory where later tensors, those of
-        recomputed blocks above all, have cut it up: half of it, as on an H100.
+        than is told. The least is also without slack and what a compiled loss, of 4 bytes a logit,
+        spares, where a plain one is told, or a compiled model with another.
         """
-        peak, told = self.memory.peak, self.memory.peak_bytes
-        cut_up = peak["logits and loss"] // 2 if self.run.recompute is Recompute.FULL else 0
-        spared = 5 * peak["logits and loss"] // 11 if self.run.loss is Loss.PLAIN else 0
+        peak, told, loss = self.memory.peak, self.memory.peak_bytes, self.run.loss
+        whole = {Loss.PLAIN: 22, Loss.FREED: 12 if self.run.compiled else 4}.get(loss, 4)
+        spared = peak["logits and loss"] * (whole - 4) // whole
         least = told - spared - 2 * peak["allocator slack"]
-        return min(least, int(0.8 * told)), told + max(cut_up, int(0.15 * told))
+        return min(least, int(0.8 * told)), int(1.15 * told)
 
     @property
     def host_bytes(self) -> int:

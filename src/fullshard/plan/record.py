@@ -90,8 +90,9 @@ def corrected(record: Record) -> Device:
     )
     slack = device.slack
     if record.reserved_bytes is not None:
-        without = found.memory.reserved_bytes - found.memory.peak["allocator slack"]
-        slack = record.reserved_bytes / without - 1
+        lost = found.memory.peak["allocator slack"]
+        held = found.memory.reserved_bytes - lost
+        slack += (record.reserved_bytes - held - lost) / held  # what is cut up stays
     return replace(device, constants=constants, slack=slack, assumed=())
 
 

@@ -120,6 +120,7 @@ class Run:
     values, as transformers' do unless they are told not to, and the caller keeps them until
     backward, recomputed blocks or not.
     ``optimizer_kernels`` None is unknown: as fast as fused ones, with the room of foreach ones.
+    With ``expandable_segments`` torch's allocator was told to map memory, and leaves no holes.
     ``overhead_s`` is what the loop adds to a step (None: unknown, as much as those of fitted rows).
     """
 
@@ -161,6 +162,7 @@ class Run:
     autocast: str | None = None
     tf32: bool = False
     align: Align = "element"
+    expandable_segments: bool = False
     overhead_s: float | None = None
 
     def __post_init__(self) -> None:

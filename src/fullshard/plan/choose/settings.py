@@ -159,6 +159,7 @@ RUN_KEYS: Mapping[str, Callable[[Run, str], Run]] = {
     "imbalance": _field("imbalance", _number),
     "kept-router-loss": _field("kept-router-loss", _flag),
     "experts": _field("experts", _member(ExpertKernel)),
+    "expandable-segments": _field("expandable-segments", _flag),
     "overhead": _overhead,
     "sync-each": _field("sync-each", _flag),
 }

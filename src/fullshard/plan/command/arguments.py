@@ -114,6 +114,7 @@ _HELP = {
     "loss": "plain, kept, freed, native, compiled, fused, fused-float32, chunked",
     "attention": "flash2, flash3, flash4, cudnn, masked, efficient, eager, math",
     "engine": "fullshard, PyTorch's fsdp1 and fsdp2, or other: DeepSpeed, Megatron",
+    "expandable-segments": "true or false: PYTORCH_CUDA_ALLOC_CONF says so",
     "overhead": "milliseconds that the loop adds to a step: data, logging",
     "tensor-parallel": "devices that share each layer",
     "cut-embedding": "true or false: they share the table of tokens, too",

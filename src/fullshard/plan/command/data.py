@@ -57,6 +57,7 @@ _SAME = (
     *("replicas", "micro_batch", "accumulate", "sequence", "sync_each", "offload_activations"),
     *("use_cache", "param_dtype", "compute_dtype", "optimizer", "expert_parallel", "imbalance"),
     *("overhead_s", "compiled", "tensor_parallel", "cut_embedding", "kept_router_loss", "tf32"),
+    "expandable_segments",
 )
 _BY_VALUE = ("wrap", "recompute", "loss", "attention", "engine")
 

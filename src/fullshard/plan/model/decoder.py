@@ -360,7 +360,7 @@ def _moved_rows(
     return (
         replace(
             dispatch,
-            forward=replace(dispatch.forward, kernels=8 * count, waits=count),
+            forward=replace(dispatch.forward, kernels=8 * count),
             backward=replace(launched, kernels=14 * count, bytes=launched.bytes + all_tokens),
         ),
         replace(combine, forward=replace(combine.forward, kernels=3 * count)),
@@ -372,22 +372,20 @@ def _padding(
 ) -> Iterator[Operation]:
     """Put ``products`` of padded rows, priced by ``here``, between copies to and from their places.
 
-    Each of ``count`` experts has a slice, copied by itself: the host has to know how long it is. In
-    backward, a slice that was written in place clones the whole gradient, and one that was read
-    adds a whole one, zero elsewhere.
+    Each of ``count`` experts has a slice, copied by itself. In backward, a slice that was written
+    in place clones the whole gradient, and one that was read adds a whole one, zero elsewhere.
     """
 
     def copied(name: str, written: float, read: float) -> Operation:
-        forward = Workload(bytes=item * (written + 2 * real), kernels=2 * count, waits=waits)
+        forward = Workload(bytes=item * (written + 2 * real), kernels=2 * count)
         backward = Workload(bytes=item * count * (2 * written + 4 * read), kernels=6 * count)
         kept = int(item * written)
         return Operation(name, Kind.MEMORY, forward, backward, kept, kept, 0, 2 * kept)
 
-    item, waits = here.item, 1
+    item = here.item
     real, wide = (each.tokens * rows for each in (arrived, here))
     *others, last = products
     yield copied("padding", wide, real)
-    waits = 0
     yield from (*others, replace(last, saved_bytes=last.saved_bytes - last.output_bytes))
     yield copied("unpadding", real, wide)
 

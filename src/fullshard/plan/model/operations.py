@@ -25,8 +25,7 @@ class Workload:
 
     ``flops`` are those carried out, ``bytes`` what device memory reads and writes at least,
     ``kernels`` how many are launched. ``shape`` is (m, n, k) of a matrix multiplication, and
-    ``count`` how many of that shape there are; (tokens, heads, width) of attention. The host waits
-    for the device ``waits`` times.
+    ``count`` how many of that shape there are; (tokens, heads, width) of attention.
     """
 
     flops: float = 0.0
@@ -34,7 +33,6 @@ class Workload:
     kernels: int = 1
     shape: tuple[int, int, int] | None = None
     count: int = 1
-    waits: int = 0
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,6 @@ from fullshard.plan.step.script import Act, Pass, Script, offloaded_bytes
 from fullshard.plan.step.units import PlannedUnit
 
 _SYSTEM_BYTES = 2**25  # from here on the C library gives memory back when it is released
-_WAIT_KERNELS = 4  # launched before the device, for which the host has waited, is busy again
 
 
 class _EngineCosts(NamedTuple):
@@ -202,7 +201,7 @@ class _Streams:
 
         Idle is a device that waits for a host that cannot be ahead of it.
         """
-        seconds, kernels, attention, travel, waits = 0.0, 0, 0.0, 0.0, 0
+        seconds, kernels, attention, travel, idle = 0.0, 0, 0.0, 0.0, 0.0
         beside = 0.0  # what runs while the host is at adapters
         run = self.run
         for operation in _computed(operations, act.phase, run):
@@ -213,13 +212,11 @@ class _Streams:
             attention += spent if operation.kind is Kind.ATTENTION else 0.0
             travel += spent if operation.kind in (Kind.WIRE, Kind.EXCHANGE) else 0.0
             kernels += work.kernels
-            waits += work.waits
             if operation.name == "attention out":
                 beside = seconds
-        idle = waits * _WAIT_KERNELS * self.constants.kernel_s
         if beside and run.engine is Engine.FSDP1 and run.lora_rank and self.cluster.devices > 1:
             calls = 2 if act.phase is Pass.BACKWARD else 1  # a gather and a reduce
-            idle += max(0.0, calls * _ADAPTER_UNITS * _ADAPTER_CALL_S - beside)
+            idle = max(0.0, calls * _ADAPTER_UNITS * _ADAPTER_CALL_S - beside)
         return seconds, kernels, attention, travel, idle
 
     def _contended(self, start: float, seconds: float) -> float:

@@ -125,7 +125,7 @@ def operation_s(
             reached *= _TRITON_SHARE
         return max(work.flops / reached, work.bytes / memory)
     reached = device.peak(run.product_dtype) * device.sustained * constants.matmul_share
-    if work.count > 1 and run.experts not in ONE_BY_ONE:
+    if operation.forward.count > 1 and run.experts not in ONE_BY_ONE:
         reached *= device.grouped
     lost_s = work.flops / reached * _lost(work, constants.matmul_ramp)
     if not run.fp8 or operation.logits:

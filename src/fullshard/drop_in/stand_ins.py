@@ -28,6 +28,7 @@ import torch.distributed.tensor.parallel.fsdp  # noqa: F401
 
 import fullshard.wrap
 from fullshard.torch import fsdp1, fsdp2
+from fullshard.torch.fsdp1.flat_params import TrainingState
 
 __all__ = ["replaced_names", "stand_in", "torchs_modules"]
 
@@ -46,7 +47,7 @@ _SERVED_MODULES = (
 
 _OURS = {
     name: getattr(home, name) for home in (fsdp1, fsdp2, fullshard.wrap) for name in home.__all__
-}
+} | {"TrainingState": TrainingState}
 
 _OTHERWISE = "start the script without fullshard if it cannot do without"
 

@@ -74,14 +74,15 @@ def test_an_unknown_command_ends_with_2_and_names_the_nearest():
     assert "Traceback" not in done.stderr
 
 
-def test_a_closed_output_is_taken():
+@pytest.mark.parametrize("output", [">&-", ""], ids=["closed", "of ASCII alone"])
+def test_an_output_that_takes_little_ends_nothing(output):
     line = shlex.join([sys.executable, "-m", "fullshard", "plan", "llama3-8b"])
     done = subprocess.run(
-        ["sh", "-c", f"{line} >&-"],
+        ["sh", "-c", f"{line} {output}"],
         capture_output=True,
         text=True,
         timeout=PROCESS_S,
-        env=alone(),
+        env={**alone(), "PYTHONIOENCODING": "ascii"},
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")

@@ -4,6 +4,7 @@
 import argparse
 import difflib
 import importlib
+import io
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -60,6 +61,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         near = difflib.get_close_matches(command, _COMMANDS, n=1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         parser.error(f"no command {command!r}: {hint}there are {', '.join(_COMMANDS)}")
+    for stream in (sys.stdout, sys.stderr):  # a locale that lacks a block or an accent ends nothing
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         if any("\0" in text for text in arguments):
             raise ConfigurationError("an argument has a zero byte, which no path or name can have")

@@ -285,6 +285,10 @@ def test_the_command(tmp_path, capsys):
     assert ckpt.main(["verify", str(tmp_path / "w.safetensors")]) == 0
     with pytest.raises(ConfigurationError):
         ckpt.main(["ls", str(tmp_path / "nothing")])
+    run.rename(tmp_path / "checkpoints")  # as below the folder of `fullshard train`
+    for verb, error in (("ls", ConfigurationError), ("verify", CheckpointError)):
+        with pytest.raises(error, match=r"there are some in .*/checkpoints"):
+            ckpt.main([verb, str(tmp_path)])
 
 
 def test_the_command_works_without_torch_and_jax(tmp_path):

@@ -150,6 +150,8 @@ def test_damage_and_what_does_not_fit(tmp_path):
     left = load_checkpoint(tmp_path / "deep", {"params": state}, strict=False)
     assert left.unexpected == ("state/params.b",)
     assert load_checkpoint(tmp_path / "deep", {"params": deep["params"]}).unexpected == ()
+    with pytest.raises(CheckpointError, match=r"it also has state/optimizer\.w \(1 in all\)"):
+        load_checkpoint(tmp_path / "deep", {**deep, "optimizer": (optax.EmptyState(),)})
     path = folder / "00000.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1

@@ -5,6 +5,7 @@ Where ranks are in groups on 4.
 """
 
 from functools import cache
+from itertools import count
 
 import pytest
 import torch
@@ -384,3 +385,24 @@ def test_requires_grad_is_not_changed_while_gradients_are_held_back(comm, setter
     model.head.requires_grad_(False)
     with pytest.raises(UsageError, match="requires_grad was changed while gradients"):
         model(inputs)
+
+
+@on_ranks(2)
+def test_a_custom_gather_that_fails_leaves_nothing_under_way(comm):
+    """What it had begun would write to memory that is let go, or into the next gather."""
+    model = build()
+    model.head.requires_grad_(False)  # travels apart from the rest
+    begun, calls = [], count()
+
+    def gather(output_tensor, input_tensor, group, async_op):
+        if next(calls) == 1:
+            raise RuntimeError("not twice")
+        begun.append(group.all_gather([(output_tensor, input_tensor)]))
+        return begun[-1]
+
+    fully_shard(model, mesh=comm, align="element").set_custom_all_gather(gather)
+    inputs, _ = make_batches("gpt", 1, 1)[0]
+    with pytest.raises(RuntimeError, match="not twice"):
+        model(inputs)
+    assert begun[0].is_completed()
+    torch.testing.assert_close(model(inputs), build()(inputs))

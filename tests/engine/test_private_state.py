@@ -5,10 +5,11 @@ import copy
 
 import pytest
 import torch
-from support.beside import shard
+from support.beside import params_of, shard
 from support.models import GPT, Block, loss_of, make_batches, seeded
 from support.threads import on_ranks
 from torch import nn
+from torch.distributed.fsdp._common_utils import TrainingState
 from torch.distributed.fsdp._runtime_utils import _lazy_init
 
 from fullshard.core.errors import NotSupportedError, UsageError
@@ -129,6 +130,63 @@ def test_the_state_of_a_module_knows_the_root(comm):
     model(torch.zeros(1, 8, dtype=torch.long))
     assert model._get_fsdp_state()._is_root is True
     assert block._get_fsdp_state()._is_root is False
+
+
+@on_ranks(2)
+def test_whole_values_are_restored_through_flat_parameters_of_one_each(comm):
+    """As OLMo reads its whole checkpoints; and its metrics ask each rank for all state."""
+    model, wanted = wrapped(comm), seeded(GPT, seed=3).state_dict()
+    with torch.no_grad():
+        for name, module in model.named_modules():
+            for flat in module.params if isinstance(module, FullyShardedDataParallel) else ():
+                assert flat._is_flat_param
+                flat.fill_(torch.nan)
+                for fqn, info in zip(flat._fqns, flat._shard_param_infos, strict=True):
+                    if info.in_shard:
+                        there = slice(info.intra_param_start_idx, info.intra_param_end_idx + 1)
+                        value = wanted[f"{name}.{fqn}".lstrip(".")].flatten()[there]
+                        begin = info.offset_in_shard
+                        flat[begin : begin + info.numel_in_shard].copy_(value)
+                assert not flat.isnan().any()
+    torch.testing.assert_close(params_of(model), wanted, rtol=0, atol=0)
+
+
+class Measuring(torch.optim.AdamW):
+    """AdamW with a step of its own, of which nobody knows that it steps every element by itself."""
+
+    def step(self, closure=None):
+        result = super().step(closure)
+        moments = [self.state[param]["exp_avg"] for param in self.param_groups[0]["params"]]
+        self.norm = torch.stack([each.norm() for each in moments]).norm()
+        return result
+
+
+@on_ranks(2)
+def test_a_derived_optimizer_has_state_of_all_parameters_on_all_ranks(comm):
+    """Also of small ones, whose elements happen to be all on one rank."""
+    model, beside = wrapped(comm), seeded(GPT)
+    mine, theirs = Measuring(model.parameters()), Measuring(beside.parameters())
+    for inputs, targets in make_batches("gpt", 2, 2):
+        for each, optimizer in ((model, mine), (beside, theirs)):
+            loss_of(each(inputs), targets).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(mine.norm, theirs.norm)
+    assert all("exp_avg" in mine.state[param] for param in model.parameters())
+
+
+@on_ranks(1)
+def test_a_wrapper_says_where_it_is(comm):
+    model, seen = wrapped(comm), []
+    assert model.training_state == TrainingState.IDLE
+    block = model.blocks[0]
+    block.module.register_forward_hook(lambda *_: seen.append(block.training_state))
+    block.module.norm1.register_full_backward_hook(lambda *_: seen.append(block.training_state))
+    model(torch.zeros(1, 8, dtype=torch.long)).sum().backward()
+    assert seen == [TrainingState.FORWARD_BACKWARD] * 2
+    assert model.training_state == block.training_state == TrainingState.IDLE
+    with FullyShardedDataParallel.summon_full_params(model):
+        assert block.training_state == TrainingState.SUMMON_FULL_PARAMS
 
 
 @pytest.mark.parametrize("door", [wrapped, functional])

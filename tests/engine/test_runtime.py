@@ -10,8 +10,8 @@ from itertools import groupby
 import pytest
 import torch
 from support import beside
-from support.beside import grads_of
-from support.models import CASES, Made, loss_of, make, make_batches
+from support.beside import DOORS, grads_of, whole
+from support.models import CASES, GPT, Block, Made, loss_of, make, make_batches, seeded
 from support.stack import WIDTH, Stack, shard_stack, step
 from support.threads import on_ranks
 from support.training import shard
@@ -20,7 +20,13 @@ from torch.utils.checkpoint import checkpoint
 
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.testing import LocalWorld
-from fullshard.torch import FullyShardedDataParallel, fully_shard, set_prefetch, tracing
+from fullshard.torch import (
+    FullyShardedDataParallel,
+    fully_shard,
+    set_prefetch,
+    summon_full_params,
+    tracing,
+)
 from fullshard.torch.comm.protocol import WrappedComm
 from fullshard.torch.step.managed import managed_unit_of
 from fullshard.torch.unit.unit import UnitState
@@ -716,3 +722,29 @@ def test_hooks_on_a_leaf_go_with_the_graph(comm):
     for _ in range(3):
         model(inputs).sum().backward()
         assert not inputs._backward_hooks
+
+
+@pytest.mark.parametrize("then", ["state_dict", "summon_full_params", "forward"])
+@pytest.mark.parametrize("door", DOORS)
+@on_ranks(2)
+def test_a_forward_that_the_keyboard_has_ended_is_forgotten(comm, door, then):
+    """Torch calls hooks behind every `Exception` only, so that nothing has told the engine."""
+    model, plain = beside.shard(seeded(GPT), comm, door, [Block]), seeded(GPT)
+    inputs, targets = make_batches("gpt", 1, 2)[0]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = model.blocks[1].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(inputs)
+    handle.remove()
+    if then == "state_dict":
+        values = {name: whole(value) for name, value in model.state_dict().items()}
+        torch.testing.assert_close(values, plain.state_dict())
+    elif then == "summon_full_params":
+        with summon_full_params(model, writeback=False):
+            torch.testing.assert_close(model.head.weight, plain.head.weight)
+    for each in (model, model, plain, plain):
+        loss_of(each(inputs), targets).backward()
+    torch.testing.assert_close(grads_of(model), grads_of(plain))

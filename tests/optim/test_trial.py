@@ -185,6 +185,14 @@ def test_an_optimizer_is_tried_anew_when_it_has_more_groups():
 
 
 def test_elementwise_optimizers_of_torch_need_no_trial():
-    optimizer = torch.optim.AdamW(matrices())
-    assert not steps_apart(optimizer)
-    assert "_fullshard_looks_beyond" not in optimizer.__dict__
+    class Asked(torch.optim.AdamW):
+        """Has a method more, and steps as ever."""
+
+        def ask(self):
+            return self.param_groups
+
+    for kind in (Asked, torch.optim.AdamW):
+        optimizer = kind(matrices())
+        assert not steps_apart(optimizer)
+        assert "_fullshard_looks_beyond" not in optimizer.__dict__
+    assert steps_apart(type("Own", (Asked,), {"step": lambda self: Asked.step(self)})(matrices()))

@@ -24,7 +24,7 @@ from fullshard.checkpoint import (
     steps_in,
 )
 from fullshard.checkpoint.format.manifest import MANIFEST
-from fullshard.checkpoint.runs.commit import is_verified
+from fullshard.checkpoint.runs.commit import is_verified, told_below
 from fullshard.core.errors import ConfigurationError, check_new
 from fullshard.core.text import HelpFormatter, bytes_text
 
@@ -111,7 +111,7 @@ def _list(arguments: argparse.Namespace) -> int:
     if not path.exists():
         raise ConfigurationError(f"there is no folder {path}")
     if not steps:
-        raise ConfigurationError(f"{path} holds no complete step")
+        raise ConfigurationError(f"{path} holds no complete step{told_below(Files(), path)}")
     damaged = 0
     kept = next((step for step in reversed(steps) if is_verified(Files(), step.path)), None)
     for folder in steps:

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Words for people: bytes, seconds, rows in columns, the nearest of several names."""
+"""Words for people: bytes, seconds, rows in columns, the nearest name, and files of them."""
 
 import argparse
 import difflib
 import math
+import os
 import re
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter):
@@ -75,3 +78,32 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """Ask for the nearest of ``known``, as a sentence with a space behind; "" if none is near."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f"did you mean {near[0]!r}? " if near else ""
+
+
+@contextmanager
+def whole_file(path: str | Path) -> Iterator[Path]:
+    """Give the path to write to, whose file becomes ``path`` when the ``with`` ends well.
+
+    Else what was there before stays. A device or pipe is written to itself. An `OSError` names
+    ``path``.
+    """
+    target = Path(path)
+    if not target.exists() or target.is_file():
+        target = Path(os.path.realpath(path))
+    direct = target.exists() and not target.is_file()
+    staged = target if direct else target.with_name(f".partial-{target.name}")
+    try:
+        yield staged
+        if not direct:
+            staged.replace(target)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        if not direct:
+            staged.unlink(missing_ok=True)
+
+
+def write_whole(path: str | Path, text: str) -> None:
+    """Write ``text`` as `whole_file` does, in UTF-8. Raises `OSError`."""
+    with whole_file(path) as staged:
+        staged.write_text(text, encoding="utf-8")

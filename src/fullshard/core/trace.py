@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from fullshard.core.errors import ConfigurationError
+from fullshard.core.text import write_whole
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ class Trace:
     def save(self, path: str | Path) -> None:
         """Write the trace as JSON lines, one record a line."""
         lines = [json.dumps(asdict(record)) for record in self.records]
-        Path(path).write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        write_whole(path, "".join(line + "\n" for line in lines))
 
     @classmethod
     def load(cls, path: str | Path) -> "Trace":

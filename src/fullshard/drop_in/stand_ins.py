@@ -25,6 +25,7 @@ import torch.distributed.fsdp.sharded_grad_scaler
 import torch.distributed.optim
 import torch.distributed.pipelining
 import torch.distributed.tensor.parallel.fsdp  # noqa: F401
+from torch.distributed.fsdp._common_utils import TrainingState
 
 import fullshard.wrap
 from fullshard.torch import fsdp1, fsdp2
@@ -44,7 +45,7 @@ _SERVED_MODULES = (
 
 _OURS = {
     name: getattr(home, name) for home in (fsdp1, fsdp2, fullshard.wrap) for name in home.__all__
-}
+} | {"TrainingState": TrainingState}
 
 _OTHERWISE = "start the script without fullshard if it cannot do without"
 

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.tree_util import keystr
 from numpy.typing import NDArray
 
 from fullshard.checkpoint import (
@@ -148,7 +149,7 @@ def leaves_of(state: Any, names: Names | None) -> list[Leaf]:
     """List the leaves of ``state`` in the order of its tree."""
     leaves = []
     for path, value in jax.tree.leaves_with_path(state):
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        name = keystr(path, simple=True, separator=".")
         stored = (names or {}).get(name) or StoredAs(f"state/{name}")
         leaves.append(Leaf(name, value, stored))
     return leaves
@@ -345,22 +346,27 @@ class _StateDelivery:
                 self._made[number] = leaf.value
                 lacking += [] if leaf.stored.optional else [leaf.stored.name]
         self._missing = tuple(sorted(lacking))
-        self._unexpected = self._left_over()
+        self._unexpected = self._left_over(state)
         for verb, left in (("lacks", self._missing), ("also has", self._unexpected)):
             if strict and left:
                 raise CheckpointError(
                     f"it {verb} {', '.join(left[:5])} ({len(left)} in all)", tensor=left[0]
                 )
 
-    def _left_over(self) -> tuple[str, ...]:
-        """Stored names that no leaf reads, of the parts of the tree that have leaves here."""
+    def _left_over(self, state: Any) -> tuple[str, ...]:
+        """Stored names that no leaf reads, of the parts of the tree that are here, if only empty.
+
+        As an optimizer's state is that remembers nothing.
+        """
 
         def part(name: str) -> str:
             return name.partition("." if name.startswith("state/") else "/")[0]
 
         read = [each.stored for each in self._leaves]
         known = {name for each in read for name in (each.name, *each.also, *each.aliases)}
-        parts = {part(name) for name in known}
+        below = jax.tree.leaves_with_path(state, is_leaf=lambda each: each is not state)
+        here = [keystr(path, simple=True) for path, child in below if child is not None]
+        parts = {part(name) for name in known} | {f"state/{name}" for name in here}
         stored = self._checkpoint.manifest.tensors
         return tuple(name for name in stored if name not in known and part(name) in parts)
 

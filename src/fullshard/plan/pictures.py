@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.core.text import bytes_text
+from fullshard.core.text import bytes_text, whole_file
 from fullshard.plan.memory.forecast import Sample
 from fullshard.plan.scale import ScalePoint
 from fullshard.plan.step.clock import Busy
@@ -64,9 +64,10 @@ def write_picture(figure: "Figure", path: str | Path) -> None:
     """
     from matplotlib import rc_context  # noqa: PLC0415 - optional
 
-    undated = {"Date": None} if Path(path).suffix == ".svg" else None
-    with rc_context({"svg.hashsalt": "fullshard"}):
-        figure.savefig(path, dpi=150, metadata=undated)
+    kind = Path(path).suffix[1:] or "png"
+    undated = {"Date": None} if kind == "svg" else None
+    with rc_context({"svg.hashsalt": "fullshard"}), whole_file(path) as staged:
+        figure.savefig(staged, dpi=150, format=kind, metadata=undated)
 
 
 def draw_memory(

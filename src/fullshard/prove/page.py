@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from fullshard.core.text import write_whole
 from fullshard.prove.claims import Section, Verdict, verdict_of
 from fullshard.prove.provenance import Provenance
 
@@ -52,9 +53,9 @@ def write_proof(proof: Proof, folder: Path) -> tuple[Path, Path]:
     """Write ``proof.html`` and ``proof.json`` into ``folder``, made if need be; return both."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = folder / "proof.html", folder / "proof.json"
-    paths[0].write_text(_html(proof), encoding="utf-8")
+    write_whole(paths[0], _html(proof))
     whole = {"verdict": proof.verdict, **asdict(proof), "not_proved": NOT_PROVED}
-    paths[1].write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    write_whole(paths[1], json.dumps(whole, indent=1) + "\n")
     return paths
 
 

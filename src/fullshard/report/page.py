@@ -19,7 +19,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from plotly.offline import get_plotlyjs
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.core.text import bytes_text
+from fullshard.core.text import bytes_text, whole_file, write_whole
 from fullshard.report.measure import EXPOSED, MeasuredRun, Wanted
 from fullshard.report.record import RecordedStep
 from fullshard.report.shares import Bid, deal
@@ -74,7 +74,7 @@ def write_page(report: RunReport, path: Path, other: RunReport | None = None) ->
         plotly=get_plotlyjs(),
         figures=json.dumps(figures, allow_nan=False).replace("<", "\\u003c"),
     )
-    path.write_text(text, encoding="utf-8")
+    write_whole(path, text)
 
 
 _LAYOUT: Mapping[str, Any] = {
@@ -410,7 +410,8 @@ def draw_report(report: RunReport, path: Path) -> None:
     bottom.barh(names, [seconds * 1e3 for _, seconds in shown], color="#0072b2")
     bottom.set_xlabel("milliseconds of a step, mean of all ranks")
     try:
-        picture.savefig(path, dpi=150)
+        with whole_file(path) as staged:
+            picture.savefig(staged, dpi=150, format=path.suffix[1:] or "png")
     except ValueError as error:
         raise ConfigurationError(f"cannot draw to {str(path)!r}: {error}") from error
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fullshard.core.text import whole_file
 from fullshard.report.record import Attempt, RecordedStep, RunRecord, TimedOp
 
 # Complete events ("X") of a track must lie within each other, so those that need not are apart.
@@ -21,7 +22,7 @@ def write_trace_events(run: RunRecord, path: str | Path) -> None:
     from the earliest attempt on. Raises `OSError` if ``path`` cannot be written.
     """
     origin = min(a.facts.started_at for record in run.ranks.values() for a in record.attempts)
-    with open(path, "w", encoding="ascii") as file:
+    with whole_file(path) as staged, open(staged, "w", encoding="ascii") as file:
         file.write('{"displayTimeUnit":"ms","traceEvents":[\n')
         between = ""
         for event in _events(run, origin):

@@ -95,6 +95,12 @@ def left_overs(files: Files, run: Path) -> list[str]:
     return [name for name in files.names(run) if _LEFT_OVER.fullmatch(name)]
 
 
+def told_below(files: Files, run: Path) -> str:
+    """Say where steps are if ``run`` is the folder around theirs, as `fullshard train` makes it."""
+    below = run / "checkpoints"
+    return f"; there are some in {below}" if steps_in(files, below) else ""
+
+
 def find_step(files: Files, run: Path, step: int | None = None) -> StepFolder:
     """The newest complete step, or the latest save of ``step``. Raises `CheckpointError`."""
     there = steps_in(files, run)
@@ -106,6 +112,7 @@ def find_step(files: Files, run: Path, step: int | None = None) -> StepFolder:
         raise CheckpointError(f"{wanted} in {run}: there is no such folder", file=str(run))
     known = sorted({folder.step for folder in there})
     shown = f"there are steps {', '.join(map(str, known[-10:]))}" if known else "it has none"
+    shown += "" if known else told_below(files, run)
     aside = [
         name
         for name in files.names(run)

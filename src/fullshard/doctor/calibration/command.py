@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from fullshard.core.errors import ConfigurationError, check_new
+from fullshard.core.text import write_whole
 from fullshard.distributed import get_device
 from fullshard.doctor.calibration.measure import calibrate
 from fullshard.doctor.links.ranks import joined
@@ -57,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         _set_threads(arguments.threads)
         text = _described(calibrate(get_device()))
     if text is not None:
-        target.write_text(text, encoding="utf-8")
+        write_whole(target, text)
         print(f"{text}\nwritten to {target}: fullshard plan MODEL --device {target}")
     return 0
 

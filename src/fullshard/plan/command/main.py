@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 
 from fullshard.core.errors import ConfigurationError
+from fullshard.core.text import write_whole
 from fullshard.plan.choose.changes import smallest_change, what_if
 from fullshard.plan.choose.search import search, usable_bytes
 from fullshard.plan.choose.settings import Setup, describe
@@ -49,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
     if asked.draw is not None:
         _draw(choice.best, () if grown is None else grown[0], asked.draw)
     if asked.config is not None:
-        asked.config.write_text(train_settings(choice), encoding="utf-8")
+        write_whole(asked.config, train_settings(choice))
     return 0
 
 

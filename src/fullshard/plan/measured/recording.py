@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.spec import ParamSpec
+from fullshard.core.text import write_whole
 
 
 class MarkKind(Enum):
@@ -145,7 +146,7 @@ class StepRecording:
             "compute_dtype": self.compute_dtype,
             "buffers_bytes": self.buffers_bytes,
         }
-        Path(path).write_text(json.dumps(written), encoding="utf-8")
+        write_whole(path, json.dumps(written))
 
     @classmethod
     def load(cls, path: str | Path) -> "StepRecording":

@@ -14,6 +14,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp._common_utils import TrainingState
+from torch.distributed.fsdp._flat_param import _ShardParamInfo
 
 from fullshard.core.errors import NotSupportedError
 from fullshard.torch.step.managed import managed_unit_of, managed_units
@@ -102,6 +104,18 @@ class _RestingParameter:
         )
 
 
+def _as_flat(param: ShardedParameter, name: str) -> Tensor:
+    flat, span = param.local.detach(), param.ownership.span
+    found = (0, span.numel, span.start, span.stop - 1) if span.numel else (None,) * 4
+    described = {
+        "_is_flat_param": True,
+        "_fqns": [name],
+        "_shard_param_infos": [_ShardParamInfo(span.numel > 0, *found)],
+    }
+    flat.__dict__.update(described)
+    return flat
+
+
 class _Handle:
     """FSDP1's handle of one unit's flat parameter, as far as libraries use it."""
 
@@ -143,6 +157,28 @@ class FlatHandles(nn.Module):
     @_is_root.setter
     def _is_root(self, value: bool) -> None:
         """Do nothing: verl says it before it summons one wrapper, which needs no root here."""
+
+    @property
+    def training_state(self) -> TrainingState:
+        """Its place in FSDP1's words: in forward or backward, summoned, or idle."""
+        managed = managed_unit_of(self)
+        if managed is not None and managed.summoned:
+            return TrainingState.SUMMON_FULL_PARAMS
+        if managed is not None and managed.in_step and (managed.step.running or managed.step.begun):
+            return TrainingState.FORWARD_BACKWARD
+        return TrainingState.IDLE
+
+    @property
+    def params(self) -> list[Tensor]:
+        """This rank's part of each parameter, 1-D, described as a flat parameter of that one.
+
+        OLMo reads whole checkpoints into these.
+        """
+        managed = managed_unit_of(self)
+        if managed is None:
+            return []
+        names = [place.slot.spec.name for place in managed.unit.shards.places]
+        return list(map(_as_flat, managed.unit.sharded, names))
 
     @property
     def _all_handles(self) -> list[_Handle]:

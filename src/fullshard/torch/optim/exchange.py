@@ -17,7 +17,7 @@ If any rank finds a difference all send values again, in a call more for each un
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -29,7 +29,7 @@ from fullshard.core.grouping import deal_out, muon_work
 from fullshard.core.layout import Span, SpansOfRanks
 from fullshard.torch.comm.agreement import verify_agreement
 from fullshard.torch.comm.protocol import Comm
-from fullshard.torch.state.apart import ELEMENTWISE, looks_beyond
+from fullshard.torch.state.apart import is_elementwise, looks_beyond
 from fullshard.torch.state.forms import in_agreed_order
 from fullshard.torch.state.owned import exchanged, is_cut
 from fullshard.torch.tensor.checksum import checksum
@@ -57,7 +57,7 @@ def exchange_matrices(optimizer: Optimizer) -> None:
     first.
     """
     kind = type(optimizer).__name__
-    if type(optimizer) in ELEMENTWISE:
+    if is_elementwise(type(optimizer)):
         raise ConfigurationError(
             f"{kind} steps each element by itself and needs no whole matrices; leave "
             "exchange_matrices out"
@@ -98,8 +98,8 @@ def exchange_matrices(optimizer: Optimizer) -> None:
         for param, owner in zip(of_comm, owners, strict=True):
             held, numel = param.ownership, param.ownership.numel
             spans = SpansOfRanks(owner * numel, numel, numel, comm.size)
-            places[param] = Ownership(
-                held.name, held.shape, spans, comm, serial=held.serial, unit=held.unit
+            places[param] = replace(
+                held, spans=spans, device_mesh=None, placed=None, whole_on=owner
             )
 
 

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.optim import SGD, Optimizer
 
 from fullshard.core.layout import ALIGN_NUMEL
-from fullshard.torch.state.apart import ELEMENTWISE
+from fullshard.torch.state.apart import is_elementwise
 from fullshard.torch.tensor.elementwise import count_change
 from fullshard.torch.tensor.parameter import ShardedParameter
 
@@ -66,7 +66,7 @@ class MergedStep:
     def of(cls, optimizer: Optimizer) -> "MergedStep | None":
         """Return that of ``optimizer``, made with the first call; None for an unknown class."""
         known: MergedStep | None = optimizer.__dict__.get(_ATTRIBUTE)
-        if known is not None or type(optimizer) not in ELEMENTWISE:
+        if known is not None or not is_elementwise(type(optimizer)):
             return known
         merged = cls(optimizer)
         optimizer.__dict__[_ATTRIBUTE] = merged
@@ -137,7 +137,7 @@ class MergedStep:
             return
         plan.finish()
         optimizer = self._optimizer()
-        if type(optimizer) is SGD:  # which puts its buffers back by what it takes for parameters
+        if isinstance(optimizer, SGD):  # puts buffers back by what it takes for parameters
             for run in plan.runs:
                 optimizer.state.pop(run.param, None)
 

@@ -42,7 +42,7 @@ from torch.optim import Optimizer
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
 from fullshard.torch.optim.checks import look_at
 from fullshard.torch.optim.merged_step import MergedStep, is_capturing
-from fullshard.torch.state.apart import ELEMENTWISE
+from fullshard.torch.state.apart import ELEMENTWISE, is_elementwise
 from fullshard.torch.step.managed import ManagedUnit, managed_units
 from fullshard.torch.step.tracker import Tracker, tracker_of
 from fullshard.torch.tensor.elementwise import count_change
@@ -86,7 +86,7 @@ def overlap_optimizer(
     units = list(managed_units(model))
     look_at(optimizer)
     kind = type(optimizer).__name__
-    if type(optimizer) not in ELEMENTWISE:
+    if not is_elementwise(type(optimizer)):
         names = ", ".join(sorted(each.__name__ for each in ELEMENTWISE))
         raise NotSupportedError(
             f"overlap_optimizer steps one unit at a time, which is known to be right for torch's "

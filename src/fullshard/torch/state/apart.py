@@ -41,8 +41,7 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
         *(optim.Adagrad, optim.Adadelta, optim.RMSprop, optim.ASGD, optim.Rprop),
     }
 )
-"""Classes of optimizers whose step is known to treat every element by itself. Classes derived from
-them are not meant: nobody knows what they do."""
+"""Classes of optimizers whose step is known to treat every element by itself."""
 
 _SHAPES = ((48, 64), (61, 48), (61, 48))
 _STACK = (3, 48, 64)
@@ -71,9 +70,24 @@ class _Silent(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
+def is_elementwise(kind: type[Optimizer]) -> bool:
+    """Return True for these, and for a class derived from one that steps as that does.
+
+    Of one with a step of its own nobody knows what it does.
+    """
+    ways = _ways(kind)
+    return any(issubclass(kind, each) and ways == _ways(each) for each in ELEMENTWISE)
+
+
+def _ways(kind: Any) -> tuple[Callable[..., Any], ...]:
+    """Return the methods that step, without the hooks that torch puts around them."""
+    step = kind.step.__wrapped__ if hasattr(kind.step, "hooked") else kind.step
+    return step, getattr(kind, "_init_group", step)
+
+
 def steps_apart(optimizer: Optimizer) -> bool:
     """Return True if owners step whole matrices; torch's elementwise ones have no need to."""
-    return type(optimizer) not in ELEMENTWISE and looks_beyond(optimizer) is None
+    return not is_elementwise(type(optimizer)) and looks_beyond(optimizer) is None
 
 
 def looks_beyond(optimizer: Optimizer) -> str | None:

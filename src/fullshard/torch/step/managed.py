@@ -5,6 +5,7 @@ import math
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -50,6 +51,9 @@ class StepWatcher(Protocol):
     @property
     def idle(self) -> bool:
         """True between steps."""
+
+    def forget_if_cut_short(self, beginning: "ManagedUnit | None" = None) -> None:
+        """Forget a forward that a KeyboardInterrupt has ended."""
 
     def set_prefetch(self, prefetch: Prefetch) -> None:
         """Make new schedules."""
@@ -133,6 +137,8 @@ class ManagedUnit:
     @property
     def runs_forward(self) -> bool:
         """True while one of the unit's modules runs forward."""
+        if self._modules_run and self.tracker is not None:
+            self.tracker.forget_if_cut_short()
         return self._modules_run > 0
 
     @property
@@ -145,6 +151,9 @@ class ManagedUnit:
             with uncounted():
                 return self._before_forward(module, args, kwargs)
         inside = self._modules_run == self._modules_to_run
+        if inside and self.tracker is not None:
+            self.tracker.forget_if_cut_short(self)
+            inside = self._modules_run == self._modules_to_run
         if inside or self.summoned:
             if not inside:
                 self._check_runs_as_shown()
@@ -294,6 +303,20 @@ class ManagedUnit:
         finally:
             cast = self._after_forward(module, args, output)
         return output if cast is None else cast
+
+    def calls_on_stack(self) -> int:
+        """Count the calls that this thread is in of the unit's module.
+
+        Of several modules it cannot be known which is still to run: -1.
+        """
+        calls = 0
+        frame: FrameType | None = sys._getframe()
+        while frame is not None and self._modules_to_run == 1:
+            if frame.f_code in (nn.Module._call_impl.__code__, ManagedUnit.run.__code__):
+                called = frame.f_locals["self"]
+                calls += called is self or managed_unit_of(called) is self
+            frame = frame.f_back
+        return calls if self._modules_to_run == 1 else -1
 
     def end_forward(self) -> None:
         """End the unit's forward: its modules have run, or those of them that will."""

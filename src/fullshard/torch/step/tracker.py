@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -70,6 +71,7 @@ class Tracker:
         self.structure: Callable[[], paths.Structure | None] = lambda: None
         self.executor: Executor = Executor(units, prefetch)
         self.optional: OptionalUnits | None = None
+        self._thread = 0  # that runs, or ran last, a forward from the top
         self._forward_at = 0  # of all forwards of roots, the number of this one's latest
         self._backward = -1  # the graph task for which `_roots_in_backward` has this one
 
@@ -125,6 +127,7 @@ class Tracker:
     @property
     def idle(self) -> bool:
         """True between steps: nothing is gathered ahead, kept or in flight."""
+        self.forget_if_cut_short()
         return self.executor.idle
 
     @property
@@ -185,6 +188,7 @@ class Tracker:
         if self._in_backward and in_autograd:
             return  # recomputation: it belongs to the step whose backward is running
         self._machine.root_begins()
+        self._thread = get_ident()
         self._forward_at = next(_forwards)
         if self._running or self._in_backward:
             self.recover()
@@ -282,6 +286,18 @@ class Tracker:
         self._marks.forget()
         for recorder in self.executor.recorders:
             recorder.forget()
+
+    def forget_if_cut_short(self, beginning: ManagedUnit | None = None) -> None:
+        """Forget a forward that is over without a word: torch tells hooks of no KeyboardInterrupt.
+
+        So it is if its outermost module is on the stack of its thread no more, but for a call of
+        ``beginning`` that begins now.
+        """
+        if not self._running or self._thread != get_ident():
+            return
+        outermost = self.executor.references[self._running[0].number]()
+        if outermost is not None and outermost.calls_on_stack() == int(outermost is beginning):
+            self.recover()
 
     # ---- backward -------------------------------------------------------------------------------
 

@@ -40,7 +40,8 @@ class Ownership:
     ``name`` is the parameter's fully-qualified name, ``shape`` its global shape. The spans tile the
     flattened parameter in rank order; some may be empty. With ``tensor_parallel`` they tile the
     part of it that the ranks of ``comm`` have. Elements are counted with dimension ``dim`` in
-    front. If the spans are whole rows, ``placed`` says what DTensor calls that.
+    front. If the spans are whole rows, ``placed`` says what DTensor calls that. ``whole_on`` is the
+    rank that is meant to hold all elements, not one that does by chance.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Ownership:
     unit: int = -1  # the serial of its unit's first parameter
     dim: int = 0
     placed: Placed | None = None
+    whole_on: int | None = None
     _specs: dict[torch.dtype, DTensorSpec] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -73,16 +75,16 @@ class Ownership:
 
     @property
     def owner(self) -> int | None:
-        """The rank of ``comm`` that holds all elements; None if there is none, or several do.
+        """The rank of ``comm`` that holds all elements in every layout like this one, or None.
 
         Those of whole matrices, if the parameter is a stack of which ranks of another axis have
-        others; None if these have parts of its matrices.
+        others; None if these have parts of its matrices. A parameter cut by element that falls into
+        one rank's slice has no owner: in a longer run of ranks it would be cut.
         """
         cut = self.tensor_parallel
         if self.placed is not None or self.dim or not (cut is None or cut.is_of_stacks):
             return None
-        parts = overlaps(self.spans, Span(0, math.prod(self.part_shape)))
-        return parts[0][0] if len(parts) == 1 else None
+        return 0 if self.comm.size == 1 and self.numel else self.whole_on
 
     @property
     def comms(self) -> tuple[Comm, ...]:

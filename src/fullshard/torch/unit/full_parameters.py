@@ -245,8 +245,15 @@ class FullParameters:
     ) -> Work:
         if custom is None:
             return self._comm.all_gather(pairs, label=self._label)
-        works = [custom(flat_of(full), shard) for full, shard in pairs]
-        return Together([work for work in works if work is not None])
+        works: list[Work] = []
+        try:
+            for full, shard in pairs:
+                work = custom(flat_of(full), shard)
+                works += [] if work is None else [work]
+        except BaseException:  # what has begun writes to memory that is let go next
+            Together(works).wait()
+            raise
+        return Together(works)
 
     def _converted(
         self, shards: Sequence[Tensor], *, lasting: bool = True

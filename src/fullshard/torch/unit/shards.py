@@ -107,6 +107,7 @@ class Shards:
             unit=self.sharded[0].ownership.unit if self.sharded else serial,
             dim=spec.cut_dim if place.segment.travels_apart else 0,
             placed=self._placed(each, place, shape),
+            whole_on=spec.owner,
         )
         value = values(each)
         if not (value.device.type == "meta" and self.device.type != "meta"):

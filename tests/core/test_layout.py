@@ -110,3 +110,16 @@ def test_spans_are_worked_out_when_asked_for():
         spans[5]
     many = SpansOfRanks(0, 10**9, 10**5, 10**7)
     assert many[10**4 - 1] == Span(10**9 - 10**5, 10**9)
+
+
+@pytest.mark.parametrize(
+    ("shards", "starts", "numel"),
+    [(8, [0, 32, 64], 96), (256, [0, 32, 64], 96), (257, [0, 16, 17], 64)],
+)
+def test_small_parameters_cut_by_rows_are_padded_in_slices_of_few_ranks(shards, starts, numel):
+    shapes = [(16, 16), (16,), (16, 16)]
+    params = [ParamSpec(f"p{i}", shape, "float32", True) for i, shape in enumerate(shapes)]
+    (segment,) = lay_out(params, shards, align="row").segments
+    assert segment.packed
+    assert [segment.offset_in_slice(slot, 0) for slot in segment.slots] == starts
+    assert segment.slice_numel == numel

@@ -14,10 +14,12 @@ from support.spans import drawn, set_grads
 from support.threads import on_ranks, without_collector
 from torch import Tensor, nn
 
+from fullshard.core import layout
 from fullshard.core.layout import lay_out
 from fullshard.core.spec import ParamSpec
 from fullshard.testing import LocalComm, LocalWorld
 from fullshard.torch import fully_shard
+from fullshard.torch.optim import merged_step
 from fullshard.torch.optim.checks import watch_optimizers
 from fullshard.torch.optim.merged_step import MergedStep
 from fullshard.torch.state.apart import ELEMENTWISE
@@ -467,9 +469,12 @@ def test_a_sharded_model_trains_as_with_a_class_that_nobody_knows(comm):
         assert all(map(torch.equal, got, expected))
 
 
-@pytest.mark.parametrize(("width", "runs"), [(128, 1), (12, 4)])
-def test_a_unit_of_rows_is_a_run_though_small_parameters_lie_before_large_ones(width, runs):
-    """On a CPU a run ends behind a span of 36 elements, or of 3."""
+@pytest.mark.parametrize(
+    ("width", "turn_bytes", "runs"), [(128, 64, 1), (16, 64, 1), (16, 128, 2), (12, 64, 2)]
+)
+def test_a_unit_of_rows_is_a_run_though_spans_are_short(monkeypatch, width, turn_bytes, runs):
+    """On a CPU a run ends behind a span that has elements of an incomplete turn: of the biases."""
+    monkeypatch.setattr(merged_step, "_TURN_BYTES", turn_bytes)
 
     def body(comm):
         model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
@@ -481,9 +486,99 @@ def test_a_unit_of_rows_is_a_run_though_small_parameters_lie_before_large_ones(w
         optimizer.step()
         (plan,) = MergedStep.of(optimizer)._plans.values()
         assert len(plan.runs) == runs
-        if runs == 1:
+        if width == 128:  # small parameters lie before large ones
             assert plan.runs[0].members == [1, 3, 0, 2]
         assert sorted(i for run in plan.runs for i in run.members) == [0, 1, 2, 3]
         return [param.full_tensor() for param in model.parameters()]
 
     assert all(map(torch.equal, *LocalWorld(4).run(body)[:2]))
+
+
+# ---- zeros between spans ------------------------------------------------------------------------
+
+F32 = torch.float32
+SHORT = [(3, 32), (16, 16), (16,), (6, 5), (64,), (2, 32), (64, 512)]
+"""Shapes of which a rank of eight has 32 or none, 32, 2, 5 or none, 8, 32 or none, and 4,096
+elements, in few runs."""
+
+
+class Given(nn.Module):
+    """Parameters of some shapes, whose gradients are what forward is given."""
+
+    def __init__(self, shapes, dtype=torch.float32):
+        super().__init__()
+        self.all = nn.ParameterList(map(nn.Parameter, drawn(shapes, 0, dtype)))
+
+    def forward(self, grads):
+        return sum((p * grad).sum() for p, grad in zip(self.all, grads, strict=True))
+
+
+def behind_spans(model, *, of_gradients):
+    """What lies between the spans of a unit and the next ones."""
+    found = []
+    for param in model.parameters():
+        local, own = (param.grad if of_gradients else param).local, param.ownership
+        rest = max(own.room - own.span.numel, 0)
+        found.append(local.as_strided((rest,), (1,), local.storage_offset() + local.numel()))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize(("name", "form"), CASES)
+@on_ranks(8)
+def test_steps_go_on_over_zeros_and_leave_them(comm, name, form):
+    """Equal to the steps of one process to the bit, where no element is of an incomplete turn."""
+    for dtype in (F32, torch.bfloat16):
+        if (name, form, dtype) in UNLIKE:
+            continue
+        plain, model = Given(SHORT, dtype), Given(SHORT, dtype)
+        fully_shard(model, mesh=comm)
+        make = partial(OPTIMIZERS[name], **FORMS[form])
+        reference, optimizer = make(plain.parameters()), make(model.parameters())
+        for step in range(1, 4):
+            model(drawn(SHORT, step, dtype)).backward()
+            for param, sharded in zip(plain.all, model.all, strict=True):
+                param.grad = sharded.grad.full_tensor()  # sums over ranks are rounded
+            reference.step()
+            optimizer.step()
+            assert not behind_spans(model, of_gradients=True).any()
+            assert not behind_spans(model, of_gradients=False).any()
+            optimizer.zero_grad()
+        (plan,) = MergedStep.of(optimizer)._plans.values()
+        assert len(plan.runs) < len(SHORT)
+        # SGD's first step, which makes momenta, is one on each parameter.
+        apart = name in ("sgd-momentum", "sgd-nesterov") and dtype is not F32
+        for i in () if apart else (0, 1, 4, 5, 6):
+            assert torch.equal(model.all[i].full_tensor(), plain.all[i]), i
+
+
+@on_ranks(8)
+def test_zeros_are_left_out_where_they_would_become_nan(comm):
+    model = fully_shard(Given(SHORT), mesh=comm)
+    optimizer = torch.optim.AdamW(model.parameters())
+    runs = []
+    for eps in (1e-8, 0.0, 1e-8):
+        optimizer.param_groups[0]["eps"] = eps
+        model(drawn(SHORT, 1)).backward()
+        optimizer.step()
+        (plan,) = MergedStep.of(optimizer)._plans.values()
+        runs.append(len(plan.runs))
+        assert not behind_spans(model, of_gradients=False).any()
+    assert runs[0] == runs[2] < runs[1]
+
+
+@pytest.mark.parametrize("padded", [True, False])
+def test_a_run_does_not_go_on_over_what_its_optimizer_was_not_given(monkeypatch, padded):
+    """Of three spans of 16 elements, side by side or padded, it has the outer ones."""
+    monkeypatch.setattr(layout, "_MOST_PADDED_SHARDS", 256 if padded else 0)
+    shapes = [(128,)] * 3
+
+    def body(comm):
+        model = fully_shard(Given(shapes), mesh=comm)
+        optimizer = torch.optim.AdamW(list(model.parameters())[::2], lr=0.1)
+        before = [param.full_tensor() for param in model.parameters()]
+        model(drawn(shapes, 1)).backward()
+        optimizer.step()
+        pairs = zip(model.parameters(), before, strict=True)
+        assert [torch.equal(p.full_tensor(), old) for p, old in pairs] == [False, True, False]
+
+    LocalWorld(8).run(body)

@@ -31,7 +31,9 @@ padding, and slices that need not be aligned.
 Small parameters would pay most, so they share a segment, ``packed``: each slice has the rows of all
 of them, one behind the other. Such a segment travels in that order, and its few elements are then
 copied to their places. So does what is cut along another dimension than the first. A parameter
-without dims has no rows; it stays in a segment that is cut by element.
+without dims has no rows; it stays in a segment that is cut by element. In a packed slice the rows
+of each parameter start on a multiple of 32 elements, too, so that an optimizer may step on all of
+it at once. Beyond 256 ranks, where zeros would be most of what travels, they touch.
 
 [Note: Whole matrices]
 An optimizer that multiplies matrices (Muon, Shampoo) needs all of one. Parameters that have an
@@ -59,6 +61,9 @@ PACKED_BYTES = 2**15
 """Parameters of at most so many bytes share a segment when they are cut by rows."""
 
 _ALIGN_BYTES = 32
+
+_MOST_PADDED_SHARDS = 256
+"""Up to so many ranks what is packed starts on multiples of 32 elements in each slice."""
 
 
 def stored_bytes(numel: int, dtype: str) -> int:
@@ -413,7 +418,8 @@ def _one_behind_the_other(specs: Sequence[ParamSpec], shards: int) -> tuple[tupl
 
 def _packed(specs: Sequence[ParamSpec], shards: int) -> tuple[tuple[Slot, ...], int]:
     slots, end = [], 0  # of a slice
+    multiple = ALIGN_NUMEL if shards <= _MOST_PADDED_SHARDS else 1
     for spec in specs:
         slots.append(Slot(spec, shards * end, shards * end + spec.numel))
-        end += chunk_numel(spec, shards)  # neighbours touch: an optimizer steps on them as one
+        end = _round_up(end + chunk_numel(spec, shards), multiple)
     return tuple(slots), _round_up(end, ALIGN_NUMEL)

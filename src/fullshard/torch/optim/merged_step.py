@@ -14,9 +14,12 @@ the step changes those of the first parameter, and the others are given a copy. 
 plain parameter, a gradient of another kind) stays as it is.
 
 A unit's spans need not come one after the other in the optimizer: small parameters are packed, and
-lie before large ones. So runs are looked for in the order of memory. On a CPU a run ends where
-padding lies, or would lie: behind a span that is no multiple of 32 elements. So every element keeps
-its place in vectorised loops: see [Note: Thirty-two elements] in `fullshard.core.layout`.
+lie before large ones. So runs are looked for in the order of memory, and go on over zeros, which
+elementwise steps leave as they are. On a CPU a run ends behind a span that is no multiple of 32
+elements, unless it is a multiple with the zeros behind it and holds no elements of its parameter's
+incomplete last turn of a vectorised loop. So every element keeps its place in such loops, or gets
+the one that it has in the whole parameter: see [Note: Thirty-two elements] in
+`fullshard.core.layout`.
 """
 
 import weakref
@@ -38,6 +41,8 @@ _MOST_READS = 64
 """How often numbers are read from a device to find out which are equal. Each read waits for it."""
 _MOST_MISSES = 8
 """After so many steps on end that each need another plan, one is made only now and then."""
+_TURN_BYTES = 128 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 64
+"""Bytes that a turn of a CPU's vectorised loop takes: two registers."""
 
 _version = attrgetter("_version")
 _local = attrgetter("local")
@@ -91,7 +96,8 @@ class MergedStep:
         grads = None if plan is None else plan.collect(optimizer.state, group, lists)
         if plan is None or grads is None:
             result = self._collect(optimizer, group, *lists)
-            plan, grads = self._plan_for(lists) if lists[0] else (None, None)
+            over_zeros = group.get("eps") != 0  # else they would become 0 / 0
+            plan, grads = self._plan_for(lists, over_zeros) if lists[0] else (None, None)
             if plan is None or grads is None:
                 return result
             plan.remember(optimizer.state, group, lists, result)
@@ -101,11 +107,17 @@ class MergedStep:
         plan.apply(lists, grads)
         return plan.result
 
-    def _plan_for(self, lists: Lists) -> tuple["_Merging | None", list[Tensor] | None]:
-        """Return the plan that fits, made now if need be, and the gradients of its runs."""
+    def _plan_for(
+        self, lists: Lists, over_zeros: bool
+    ) -> tuple["_Merging | None", list[Tensor] | None]:
+        """Return the plan that fits, made now if need be, and the gradients of its runs.
+
+        These go on ``over_zeros`` between spans, or end there.
+        """
         key = id(lists[0][0])
         plan = self._plans.get(key)
-        grads = None if plan is None else plan.merged_grads(lists)
+        fits = plan is not None and plan.over_zeros == over_zeros
+        grads = plan.merged_grads(lists) if plan is not None and fits else None
         if grads is not None:
             self._misses.pop(key, None)
             return plan, grads
@@ -113,7 +125,7 @@ class MergedStep:
         misses = self._misses[key] = self._misses.get(key, 0) + 1
         if misses > _MOST_MISSES and misses % _MOST_MISSES:
             return None, None  # other gradients in each step: plans cost more than they bring
-        plan = _Merging(lists, self._equal_numbers)
+        plan = _Merging(lists, self._equal_numbers, over_zeros)
         grads = plan.merged_grads(lists)
         if grads is not None:
             self._plans[key] = plan
@@ -176,7 +188,9 @@ class _SpanRun:
         self.held: list[int] = []  # those of which this rank has elements
         self.numel = 0
         self.param: Tensor  # all spans as one, when the run is complete
-        self._ends: list[tuple[int, int]] = []  # of spans and gradients: see `_where`
+        self._starts: list[int] = []  # of those that are held, in elements
+        self._next = 0  # where another span may start
+        self._ends: list[tuple[int, int]] = []  # of what spans and gradients take: see `_where`
 
     def takes(self, kind: Any, span: Tensor, grad: Tensor) -> bool:
         """Return True if this span and gradient begin where the run ends; empty ones always do."""
@@ -185,15 +199,17 @@ class _SpanRun:
         if not span.numel() or not self.held:
             return True
         # Rows of any number may touch. Devices treat all elements alike, wherever they are.
-        whole = self.numel % ALIGN_NUMEL == 0 or span.device.type != "cpu"
+        whole = self._next % ALIGN_NUMEL == 0 or span.device.type != "cpu"
         return whole and self._ends == [_where(span), _where(grad)]
 
-    def add(self, place: int, span: Tensor, grad: Tensor) -> None:
-        """Append the span at ``place``."""
+    def add(self, place: int, span: Tensor, grad: Tensor, takes: int) -> None:
+        """Append the span at ``place``, which ``takes`` so many elements with zeros behind it."""
         if span.numel():
             self.held.append(place)
-            self.numel += span.numel()
-            self._ends = [_where(each, behind=True) for each in (span, grad)]
+            self._starts.append(self._next)
+            self.numel = self._next + span.numel()
+            self._next += takes
+            self._ends = [_where(each, behind=takes) for each in (span, grad)]
 
     def view(self, items: Sequence[Any]) -> Tensor:
         """View the memory of the run in ``items``, which have a place for each parameter."""
@@ -205,27 +221,33 @@ class _SpanRun:
         if len(self.held) < 2:
             return self.view(items)
         parts: list[Tensor] = [items[i].local for i in self.held]
-        ends = [_where(part, behind=True) for part in parts]
-        if ends[:-1] == [_where(part) for part in parts[1:]]:
+        if [_where(part) for part in parts] == [_where(parts[0], behind=n) for n in self._starts]:
             return self.view(items)
-        together = torch.cat(parts)
-        start = 0
-        for i, part in zip(self.held, parts, strict=True):
-            items[i].local = together[start : start + part.numel()]
-            start += part.numel()
+        together = parts[0].new_zeros(self.numel)
+        for i, part, start in zip(self.held, parts, self._starts, strict=True):
+            items[i].local = together[start : start + part.numel()].copy_(part)
         return together
 
 
-def _where(part: Tensor, *, behind: bool = False) -> tuple[int, int]:
-    """Return storage and address at which ``part`` begins, or ends."""
-    end = part.numel() * part.element_size() if behind else 0
-    return part.untyped_storage().data_ptr(), part.data_ptr() + end
+def _where(part: Tensor, *, behind: int = 0) -> tuple[int, int]:
+    """Return storage and address at which ``part`` begins, or the elements ``behind`` it."""
+    return part.untyped_storage().data_ptr(), part.data_ptr() + behind * part.element_size()
+
+
+def _taken(param: ShardedParameter) -> int:
+    """Return how many elements the span of ``param`` takes in a run, with the zeros behind it."""
+    owner, span = param.ownership, param.local
+    turn = _TURN_BYTES // span.element_size() if span.device.type == "cpu" else 1
+    is_tail = owner.span.stop > owner.numel // turn * turn
+    alone = is_tail or owner.room % ALIGN_NUMEL != 0 or not owner.room
+    return span.numel() if alone else owner.room
 
 
 class _Merging:
     """The replacements in the lists of one group, valid while these hold the same tensors."""
 
-    def __init__(self, lists: Lists, equal: Callable[[list[Tensor]], list[Any]]):
+    def __init__(self, lists: Lists, equal: Callable[[list[Tensor]], list[Any]], over_zeros: bool):
+        self.over_zeros = over_zeros
         self._columns = [k for k in range(2, len(lists)) if lists[k]]  # of state
         self.runs: list[_SpanRun] = []
         self._rows: list[int] = []  # what the lists become, by its place in runs and then lists
@@ -341,7 +363,7 @@ class _Merging:
             else:
                 run = _SpanRun(i, kind)
                 self.runs.append(run)
-            run.add(i, span, grad)
+            run.add(i, span, grad, _taken(params[i]) if self.over_zeros else span.numel())
         self.runs.sort(key=attrgetter("first"))
         order = {run.first: row for row, run in enumerate(self.runs)}
         by_themselves = {i: len(order) + i for i, kind in enumerate(kinds) if kind is None}

@@ -41,7 +41,8 @@ class Ownership:
     flattened parameter in rank order; some may be empty. With ``tensor_parallel`` they tile the
     part of it that the ranks of ``comm`` have. Elements are counted with dimension ``dim`` in
     front. If the spans are whole rows, ``placed`` says what DTensor calls that. ``whole_on`` is the
-    rank that is meant to hold all elements, not one that does by chance.
+    rank that is meant to hold all elements, not one that does by chance. In the shard and in a
+    reduced gradient ``room`` elements are this rank's span and zeros behind it.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Ownership:
     dim: int = 0
     placed: Placed | None = None
     whole_on: int | None = None
+    room: int = 0
     _specs: dict[torch.dtype, DTensorSpec] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

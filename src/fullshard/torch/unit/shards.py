@@ -33,6 +33,7 @@ class Place:
     grad_number: int  # of the segment among the trainable ones, -1 if frozen
     span: Span
     in_slice: slice  # where the span lies in this rank's slice of the segment
+    room: int  # from there to the next span: the elements of this one, then zeros
 
 
 class Shards:
@@ -85,10 +86,14 @@ class Shards:
         rank = self._ranks.gather.rank
         for number, segment in enumerate(self.layout.segments):
             grad_number = self.trainable.index(segment) if segment.trainable else -1
-            for slot in segment.slots:
-                span, start = segment.span(slot, rank), segment.offset_in_slice(slot, rank)
+            spans = [segment.span(slot, rank) for slot in segment.slots]
+            starts = [segment.offset_in_slice(slot, rank) for slot in segment.slots]
+            held = [start for start, span in zip(starts, spans, strict=True) if span.numel]
+            ends = iter([*held[1:], segment.numel_of(rank)])
+            for slot, span, start in zip(segment.slots, spans, starts, strict=True):
                 in_slice = slice(start, start + span.numel)
-                yield Place(segment, slot, number, grad_number, span, in_slice)
+                room = next(ends) - start if span.numel else 0
+                yield Place(segment, slot, number, grad_number, span, in_slice, room)
 
     def _shard_one(
         self, each: ParamSites, place: Place, values: Values, known: ShardedParameter | None
@@ -108,6 +113,7 @@ class Shards:
             dim=spec.cut_dim if place.segment.travels_apart else 0,
             placed=self._placed(each, place, shape),
             whole_on=spec.owner,
+            room=place.room,
         )
         value = values(each)
         if not (value.device.type == "meta" and self.device.type != "meta"):

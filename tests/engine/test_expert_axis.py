@@ -85,8 +85,8 @@ def in_one_process(kind, experts, shards, micro_batches):
 
 
 def rows_of(matrices, ranks):
-    """The most elements of a rank, of matrices (rows, columns) that are cut into whole rows."""
-    return sum(math.ceil(rows / ranks) * columns for rows, columns in matrices)
+    """The most elements of a rank, of small matrices (rows, columns) cut into rows and padded."""
+    return sum(-(math.ceil(rows / ranks) * columns // -32) * 32 for rows, columns in matrices)
 
 
 def bytes_sent(passes, slice_numel, ranks):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps on runs of spans, and beside backward and forward, with numbers on the device."""
 
+from functools import partial
+
 import pytest
 import torch
 from gpu.training import build, full_parameters, shard
@@ -13,7 +15,10 @@ from fullshard.torch.optim.merged_step import MergedStep
 
 
 class Apart(torch.optim.AdamW):
-    """Not one of torch's own classes: steps on each parameter."""
+    """It has a step of its own: nobody knows what that does, so it steps on each parameter."""
+
+    def step(self, closure=None):
+        return super().step(closure)
 
 
 FORMS = {
@@ -46,12 +51,15 @@ def test_values_are_those_of_steps_on_each_parameter(form, offloaded, device):
     if form == "capturable" and (offloaded or device.type == "cpu"):
         pytest.skip("torch captures steps on a GPU only")
     options = {"offload_policy": CPUOffloadPolicy()} if offloaded else {}
+    # On a CPU the ends of spans are rounded as the rest of a loop, if they are stepped as such.
+    tolerance = 0 if device.type == "cuda" and not offloaded else 1e-9
+    close = partial(torch.testing.assert_close, rtol=tolerance, atol=tolerance)
 
     def body(comm):
         expected = train(comm, device, Apart, FORMS[form], options, None)
         for beside in (None, "backward", "forward"):
             found = train(comm, device, torch.optim.AdamW, FORMS[form], options, beside)
             for name, value in expected.items():
-                assert torch.equal(found[name], value), (name, beside)
+                close(found[name], value, msg=lambda text, of=(name, beside): f"{of}: {text}")
 
     LocalWorld(2).run(body)

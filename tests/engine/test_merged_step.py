@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.optimizers import CASES, FORMS, OPTIMIZERS
 from support.spans import drawn, set_grads
+from support.sampling import THOROUGH
 from support.threads import on_ranks, without_collector
 from torch import Tensor, nn
 
@@ -523,7 +524,7 @@ def behind_spans(model, *, of_gradients):
     return torch.cat(found)
 
 
-@pytest.mark.parametrize(("name", "form"), CASES)
+@pytest.mark.parametrize(("name", "form"), CASES if THOROUGH else CASES[::4])
 @on_ranks(8)
 def test_steps_go_on_over_zeros_and_leave_them(comm, name, form):
     """Equal to the steps of one process to the bit, where no element is of an incomplete turn."""

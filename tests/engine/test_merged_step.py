@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 from support.optimizers import CASES, FORMS, OPTIMIZERS
-from support.spans import drawn, set_grads
 from support.sampling import THOROUGH
+from support.spans import drawn, set_grads
 from support.threads import on_ranks, without_collector
 from torch import Tensor, nn
 

@@ -81,13 +81,15 @@ class Leaf:
         data = key_data(value)  # of random keys
         self.data: Any = data if hasattr(data, "shape") else np.asarray(data)
         self.here: tuple[int, ...] = tuple(self.data.shape)
-        self.axes = tuple(range(len(self.here))) if stored.axes is None else stored.axes
+        every = tuple(range(len(self.here)))
+        self.axes: tuple[int, ...] = every if stored.axes is None else stored.axes
         self.shape: tuple[int, ...] = tuple(self.here[axis] for axis in self.axes)
         self.dtype = stored.dtype or np.dtype(self.data.dtype).name
         sharding = getattr(self.data, "sharding", None)
         placed = isinstance(sharding, jax.sharding.Sharding)
         # What jit may move to where it is needed stays so.
-        self.sharding = sharding if placed and getattr(self.data, "committed", True) else None
+        stays = placed and getattr(self.data, "committed", True)
+        self.sharding: jax.sharding.Sharding | None = sharding if stays else None
 
     @property
     def held_dtype(self) -> str:

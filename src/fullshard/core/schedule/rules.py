@@ -133,7 +133,7 @@ class State:
         self.turning: set[int] = set()  # kept for a backward that is to come next
         self.passed_over: set[int] = set()  # gathered ahead, when another unit came
         self.in_backward: bool = False
-        self.early = False  # gathers of this event begin early
+        self.early: bool = False  # gathers of this event begin early
 
     def copy(self) -> "State":
         """Return a state that changes by itself."""

@@ -113,7 +113,7 @@ class ManagedUnit:
         self.tracker: StepWatcher | None = None
         self._adopt = adopt  # makes a tracker, with the module that runs first as its root
         # See `take_gradients`: a graph task, and the parameters whose gradients have come.
-        self.takes_of = _NONE
+        self.takes_of: int = _NONE
         self.came: list[int] = []
         self._modules_to_run = len(modules)
         self._modules_run = 0

@@ -85,7 +85,8 @@ class OpRecorder:
         self.notes: list[NotedOp] = []
         self.sums_s: defaultdict[str, float] = defaultdict(float)
         self._held_up_s = 0.0  # by all that holds up
-        self.held_bytes = [0, 0]  # by all units when they were weighed: full parameters, gradients
+        # Full parameters and gradients of all units when they were weighed.
+        self.held_bytes: list[int] = [0, 0]
         self._held: dict[Any, list[int]] = {}  # the same by unit
         self._open: dict[tuple[str, Any], Any] = {}
         self._phase: tuple[str, Any, Any, float] | None = None  # the outermost of those open

@@ -17,8 +17,8 @@ class _Process:
     """This process, and the process group that it had when it was forked."""
 
     def __init__(self) -> None:
-        self.pid = os.getpid()
-        self.parent = self.pid
+        self.pid: int = os.getpid()
+        self.parent: int = self.pid
         self.inherited: weakref.ref[dist.ProcessGroup] | None = None
 
     def after_fork(self) -> None:
@@ -29,7 +29,7 @@ class _Process:
             self.inherited = weakref.ref(world)
 
 
-this_process = _Process()
+this_process: _Process = _Process()
 os.register_at_fork(after_in_child=this_process.after_fork)
 
 

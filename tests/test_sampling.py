@@ -37,7 +37,7 @@ def test_what_is_chosen_by_hand_is_taken():
 
 
 def case_of(module, number, *marks, names=("on_ranks",)):
-    """What pytest tells of case ``number`` of a test in ``module``."""
+    """Make an item as pytest does for case ``number`` of a test in ``module``."""
     return Mock(
         nodeid=f"{module.name}::test_it[{number}]",
         path=module,

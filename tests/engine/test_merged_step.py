@@ -515,7 +515,7 @@ class Given(nn.Module):
 
 
 def behind_spans(model, *, of_gradients):
-    """What lies between the spans of a unit and the next ones."""
+    """Return the elements between each span of a unit and the next."""
     found = []
     for param in model.parameters():
         local, own = (param.grad if of_gradients else param).local, param.ownership
@@ -569,7 +569,7 @@ def test_zeros_are_left_out_where_they_would_become_nan(comm):
 
 @pytest.mark.parametrize("padded", [True, False])
 def test_a_run_does_not_go_on_over_what_its_optimizer_was_not_given(monkeypatch, padded):
-    """Of three spans of 16 elements, side by side or padded, it has the outer ones."""
+    """The optimizer has the outer two of three spans of 16 elements, side by side or padded."""
     monkeypatch.setattr(layout, "_MOST_PADDED_SHARDS", 256 if padded else 0)
     shapes = [(128,)] * 3
 

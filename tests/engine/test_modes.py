@@ -389,7 +389,7 @@ def test_requires_grad_is_not_changed_while_gradients_are_held_back(comm, setter
 
 @on_ranks(2)
 def test_a_custom_gather_that_fails_leaves_nothing_under_way(comm):
-    """What it had begun would write to memory that is let go, or into the next gather."""
+    """The engine awaits what it had begun, which would write to memory that is let go."""
     model = build()
     model.head.requires_grad_(False)  # travels apart from the rest
     begun, calls = [], count()

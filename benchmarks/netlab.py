@@ -15,6 +15,9 @@ DEVICE = "lan0"  # each host's end of its link
 PREFIX = "fullshard-lab"
 SENT_BYTES = Path(f"/sys/class/net/{DEVICE}/statistics/tx_bytes")  # as seen on a host
 
+PAYLOAD_SHARE = 1448 / 1514
+"""Of a full frame's bytes, all of which count on a link, those that TCP carries (by IPv4)."""
+
 
 class Unavailable(Exception):
     """There can be no such hosts here; says why."""

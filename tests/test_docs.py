@@ -424,7 +424,7 @@ def symbols(page, row, ranks, prefetch):
 @pytest.mark.parametrize(("path", "row", "ranks", "prefetch"), list(cases()))
 def test_formulas_are_what_the_engine_does(path, row, ranks, prefetch, sent, monkeypatch):
     """But for the turnaround, which spares the last unit's second gather (docs/symbols.md)."""
-    monkeypatch.setattr(State, "_turns_around", lambda state, policy: False)
+    monkeypatch.setattr(State, "_turns_around", lambda state, policy, before: False)
     page = name_of(path)
     measure = MEASURED[page][row]
     measured = LocalWorld(ranks).run(lambda comm: measure(comm, prefetch, sent))[0]

@@ -55,8 +55,7 @@ PINNED = {
     "| | G3 g3 | F3 R3 | G2 g2 | F2 R2 r3 | G1 g1 | F1 R1 r2 | r1",
     1: "G1 | g1 G2 | F1 | g2 G3 | F2 | g3 | | "
     "| | G2 | F3 R3 | g2 G1 | F2 R2 r3 | g1 | F1 R1 r2 | r1",
-    2: "G1 G2 | g1 G3 | F1 | g2 | F2 | g3 | | "
-    "| G2 | G1 | F3 R3 | g2 | F2 R2 r3 | g1 | F1 R1 r2 | r1",
+    2: "G1 G2 | g1 G3 | F1 | g2 | | g3 | | | | G1 | F3 R3 | | F2 R2 r3 | g1 | F1 R1 r2 | r1",
 }
 PINNED = {depth: [each.strip() for each in text.split("|")] for depth, text in PINNED.items()}
 
@@ -473,7 +472,7 @@ def test_keeping_units_for_their_backward_raises_no_peak(step, prefetch):
     events, policies = step
     kept = most_held(events, policies, prefetch)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rules, "turns", lambda events, position: False)
+        patch.setattr(rules, "needed_before", lambda events, position: None)
         freed = most_held(events, policies, prefetch)
     assert kept[0] <= freed[0]
     assert kept[1] <= freed[1]

@@ -59,23 +59,32 @@ def upcoming(events: Sequence[Event], position: int, turn: int) -> Iterator[int]
             yield unit
 
 
-def turns(events: Sequence[Event], position: int) -> bool:
-    """True if the unit whose forward ends at ``position`` is the next one that backward needs."""
-    moment, unit = events[position]
-    if moment is not Moment.FORWARD_END:
-        return False
-    around, in_backward = set(), False
-    for place in range(position + 1, len(events)):
-        moment, other = events[place]
-        if moment is Moment.FORWARD_END:
-            around.add(other)
-        elif other == unit:
-            # Its backward, or in one its recomputation.
-            return moment is Moment.BACKWARD_BEGIN or in_backward
-        elif moment is not Moment.BACKWARD_BEGIN or other not in around:
-            return False
+def needed_before(events: Sequence[Event], position: int) -> list[int] | None:
+    """Return the units that backward needs before the one whose forward ends at ``position``.
+
+    Without those around it, if it was the last to run. None if another backward or forward comes
+    first, or one of a unit that is not among them.
+    """
+    _, unit = events[position]
+    begun: set[int] = set()
+    around: set[int] = set()
+    before: list[int] = []
+    in_backward = False
+    for moment, other in events[position + 1 :]:
         in_backward = in_backward or moment is Moment.BACKWARD_BEGIN
-    return False
+        if moment is Moment.FORWARD_END:
+            around |= {other} - begun
+        elif moment is Moment.FORWARD_BEGIN and not in_backward:
+            begun.add(other)
+            if other == unit:
+                break
+        elif moment in (Moment.FORWARD_BEGIN, Moment.BACKWARD_BEGIN):  # recomputed, or backward
+            if other == unit:
+                if not begun:
+                    return [each for each in before if each not in around]
+                return before if begun <= set(before) else None
+            before.append(other)
+    return None
 
 
 _REMEMBERED = 8
@@ -118,7 +127,7 @@ class Followers:
             self._next.note(unit, following, times)
         for place, event in enumerate(events[:turn]):
             if event.moment is Moment.FORWARD_END:
-                self._turned.note(event.unit, turns(events, place), times)
+                self._turned.note(event.unit, needed_before(events, place) == [], times)
 
     def after(self, unit: int) -> Iterator[int]:
         """Yield the units that are likely to run forward after ``unit``, in order, each once."""

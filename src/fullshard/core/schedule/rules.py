@@ -7,9 +7,10 @@ Nothing touches a tensor: the same function drives the engine, the planner and t
 
 [Note: The turnaround]
 A unit whose backward follows its forward is not freed in between: it would be gathered again at
-once, with nothing to compute meanwhile. Nothing is gathered between its forward and its backward,
-so that the peak stays what it was while its forward ran. Without prefetches in backward it is
-freed, as somebody prefers memory to time. Only a record tells what comes next.
+once, with nothing to compute meanwhile. Nor are the units before it if as many may be gathered
+ahead in backward: with two ahead the last two are kept. Backward holds these anyway when it begins,
+and nothing is gathered before then, so the peak stays what it was. Without prefetches in backward
+all are freed, as somebody prefers memory to time. Only a record tells what comes next.
 
 [Note: Gathers that nobody foresaw]
 When a step leaves its record, gathers come when their units are needed. Then only the computation
@@ -34,7 +35,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from fullshard.core.layout import Layout
-from fullshard.core.schedule.record import Event, Moment, first_of_backward, turns, upcoming
+from fullshard.core.schedule.record import Event, Moment, first_of_backward, needed_before, upcoming
 from fullshard.core.strategy import Prefetch
 
 
@@ -153,15 +154,16 @@ class State:
         self,
         event: Event,
         coming: Iterable[int],
-        turns: bool = False,
+        before: Sequence[int] | None = None,
         *,
         sure: bool = True,
         early: bool = False,
     ) -> list[Op]:
         """The ops that follow ``event`` when the units in ``coming`` are used next, in order.
 
-        ``turns`` says that the unit's backward follows. See [Note: The turnaround]. Unless it is
-        ``sure``, something else may follow. ``early``: what is needed is gathered before the unit
+        ``before`` are the units that backward needs before the one whose forward ends, None if its
+        backward does not follow. See [Note: The turnaround]. Unless it is ``sure``, something else
+        may follow. ``early``: what is needed is gathered before the unit
         that ran before is freed, see [Note: Gathers that nobody foresaw].
         """
         moment, unit = event
@@ -173,28 +175,29 @@ class State:
             self.open[unit] = self.open.get(unit, 0) + 1
             self.in_backward = self.in_backward or moment is Moment.BACKWARD_BEGIN
             needed = moment is Moment.FORWARD_BEGIN or policy.unshard_in_backward
-            need, end_turn = self._need(unit) if needed else (), self._end_turn(unit)
-            before = chain(need, end_turn) if early else chain(end_turn, need)
-            return [*before, *self._gather_ahead(unit, coming, sure)]
+            need, end_turn = self._need(unit) if needed else (), self._end_turn(unit, sure)
+            both = chain(need, end_turn) if early else chain(end_turn, need)
+            return [*both, *self._gather_ahead(unit, coming, sure)]
         self.open[unit] = max(0, self.open.get(unit, 0) - 1)
         if moment is Moment.FORWARD_END:
             # Recomputation runs forward inside backward: what it needs, backward needs next.
             keep = not policy.reshard_after_forward or self.in_backward
-            if not keep and turns and self._turns_around(policy):
+            if not keep and before is not None and self._turns_around(policy, before):
                 self.turning.add(unit)
                 keep = True
             return [] if keep else self._free(unit, shrink=policy.shrunk)
         free = self._free(unit) if policy.reshard_after_backward else []
         return [*self._finish_earlier_reduce(unit), *free, *self._reduce(unit)]
 
-    def _turns_around(self, policy: UnitPolicy) -> bool:
-        ahead = self.prefetch.backward or self.prefetch.least_bytes
-        return bool(ahead) and policy.unshard_in_backward
+    def _turns_around(self, policy: UnitPolicy, before: Sequence[int]) -> bool:
+        others = map(self.policies.__getitem__, before)
+        held = [each for each in others if each.gathered and each.reshard_after_forward]
+        return policy.unshard_in_backward and self._has_room_beside(held, self.prefetch.backward)
 
-    def _end_turn(self, unit: int) -> Iterator[Op]:
+    def _end_turn(self, unit: int, sure: bool) -> Iterator[Op]:
         """Free what was kept for a backward if a forward comes instead; ``unit`` is needed now."""
         self.turning.discard(unit)
-        if self.turning and not self.in_backward:
+        if self.turning and not self.in_backward and not sure:
             for kept in sorted(self.turning):
                 yield from self._free(kept, shrink=self.policies[kept].shrunk)
             self.turning.clear()
@@ -224,7 +227,7 @@ class State:
             return
         rest = iter(coming)
         wanted: list[int] = []
-        while self._has_room_beside(wanted):  # what there is no room for stays in the rest
+        while self._has_room_ahead(wanted):  # what there is no room for stays in the rest
             each = next(rest, None)
             if each is None:
                 break
@@ -240,12 +243,15 @@ class State:
             if following not in self.full:
                 yield from self._gather(following)
 
-    def _has_room_beside(self, ahead: Sequence[int]) -> bool:
+    def _has_room_ahead(self, ahead: Sequence[int]) -> bool:
         """True if one more unit may be gathered ahead of use beside those."""
         depth = self.prefetch.backward if self.in_backward else self.prefetch.forward
         depth += self.in_backward and self.early
-        held_bytes = sum(self.policies[each].full_bytes for each in ahead)
-        return len(ahead) < depth or held_bytes < self.prefetch.least_bytes
+        return self._has_room_beside([self.policies[each] for each in ahead], depth)
+
+    def _has_room_beside(self, others: Sequence[UnitPolicy], depth: int) -> bool:
+        held_bytes = sum(each.full_bytes for each in others)
+        return len(others) < depth or held_bytes < self.prefetch.least_bytes
 
     def _give_up(
         self, kept: AbstractSet[int], strays: AbstractSet[int], wanted: list[int]
@@ -259,11 +265,11 @@ class State:
         ahead = [*sorted(kept), *(each for each in wanted if each in self.gathering)]
         fitting = []
         for each in wanted:
-            if each not in self.gathering and self._has_room_beside(ahead):
+            if each not in self.gathering and self._has_room_ahead(ahead):
                 ahead.append(each)
                 fitting.append(each)
         more = bool(fitting)
-        if self.in_backward or (more and not self._has_room_beside([*ahead, *strays][:-1])):
+        if self.in_backward or (more and not self._has_room_ahead([*ahead, *strays][:-1])):
             for stray in sorted(strays):
                 self.gathering.discard(stray)
                 yield Op(OpKind.AWAIT_GATHER, stray)
@@ -347,6 +353,8 @@ def compile_step(
     """
     state, turn = State(policies, prefetch), first_of_backward(events)
     return tuple(
-        tuple(state.decide(event, upcoming(events, position, turn), turns(events, position)))
+        tuple(
+            state.decide(event, upcoming(events, position, turn), needed_before(events, position))
+        )
         for position, event in enumerate(events)
     )

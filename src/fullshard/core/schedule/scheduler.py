@@ -25,7 +25,7 @@ from fullshard.core.schedule.record import (
     Habits,
     Moment,
     first_of_backward,
-    turns,
+    needed_before,
     upcoming,
 )
 from fullshard.core.schedule.rules import Op, State, UnitPolicy
@@ -188,7 +188,7 @@ class Scheduler:
         for position, event in enumerate(events):
             before.append(state.copy())
             coming = upcoming(events, position, turn)
-            decided = state.decide(event, coming, turns(events, position))
+            decided = state.decide(event, coming, needed_before(events, position))
             ops.append(list(map(self._bind, decided)))
         return _Compiled(events, tuple(ops), tuple(before))
 
@@ -209,7 +209,8 @@ class Scheduler:
                 coming = (each for each in coming if each not in self._to_come_back)
         ends = event.moment is Moment.FORWARD_END
         turns = ends and (self._can_begin_early or self._followers.turns(event.unit))
-        decided = self._state.decide(event, coming, turns, sure=False, early=bool(bind_early))
+        before = () if turns else None
+        decided = self._state.decide(event, coming, before, sure=False, early=bool(bind_early))
         ops = list(map(bind_early or self._bind, decided))
         if event.moment is Moment.STEP_END:
             events = tuple(self._events)

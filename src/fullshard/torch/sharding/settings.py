@@ -195,7 +195,9 @@ def set_prefetch(
     """Set how many units are gathered ahead of use below the root ``module``, between steps.
 
     ``forward`` and ``backward`` count units beyond the one in use: 0 gathers each when it is
-    needed. Every unit more costs the memory of one full unit. With ``least_bytes`` further units
+    needed. Every unit more costs the memory of one full unit. As many units as ``backward`` says
+    stay full between forward and backward where they are the last of one and the first of the
+    other, and are not gathered a second time. With ``least_bytes`` further units
     are gathered ahead, and further reduces left under way, until those beside the last hold so many
     bytes: it keeps a link busy where units are small. All ranks must choose the same.
     """

@@ -290,6 +290,11 @@ def test_hybrid_sharding_compresses_within_the_group():
             assert 0 < (grad - other).abs().max() < 0.05 * other.abs().max()
 
 
+def test_one_rank_compresses_nothing():
+    model = shard_stack(LocalComm(LocalWorld(1), [0], 0), INT8)
+    assert torch.equal(model(inputs_of(0)), stack()(inputs_of(0)))
+
+
 class WithAnEmptyOne(nn.Module):
     def __init__(self):
         super().__init__()

@@ -18,7 +18,7 @@ from support.threads import on_ranks
 from support.world import on_processes
 
 from fullshard.core.errors import ConfigurationError
-from fullshard.testing import LocalWorld, LocalWorldError
+from fullshard.testing import LocalComm, LocalWorld, LocalWorldError
 from fullshard.torch import fully_shard
 from fullshard.torch.comm import hierarchical as hierarchical_comm
 from fullshard.torch.comm.checked import CheckedComm
@@ -203,6 +203,17 @@ def test_the_thread_ends_with_its_communicator():
     while threads() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert threads() == 0
+
+
+def test_blocks_of_whole_hosts_have_two_stages_others_do_not():
+    def body(comm):
+        hierarchical = HierarchicalComm(comm, 2)
+        blocks = [hierarchical.block(size) for size in (1, 2, 4, 8)]
+        return [type(block) for block in blocks], [block.size for block in blocks]
+
+    two = HierarchicalComm
+    expected = ([LocalComm, LocalComm, two, two], [1, 2, 4, 8])
+    assert LocalWorld(8).run(body) == [expected] * 8
 
 
 @on_ranks(4)

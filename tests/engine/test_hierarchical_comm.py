@@ -224,7 +224,7 @@ def test_hosts_must_have_equally_many_ranks(comm):
 
 @pytest.mark.parametrize(
     ("size", "options"),
-    [(4, {}), (4, {"reshard_after_forward": False}), (8, {"reshard_after_forward": 4})],
+    [(4, {}), (8, {"reshard_after_forward": 4})],
     ids=str,
 )
 @on_ranks("size")

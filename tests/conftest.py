@@ -97,6 +97,16 @@ def drop_in_world():
 
 
 @pytest.fixture
+def kept_local_ranks(gloo_world, monkeypatch):
+    """Let a module, by its name, start local ranks on processes that are there."""
+
+    def run(function, arguments, nproc, timeout_s):
+        return gloo_world.launch(nproc, function, *arguments)[0]
+
+    return lambda module: monkeypatch.setattr(f"{module}.run_local_ranks", run)
+
+
+@pytest.fixture
 def unused_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -144,12 +144,12 @@ def test_the_device_is_that_of_the_local_rank(alone):
     assert sft.get_device() == torch.device("cuda", 0)
 
 
-def run_ranks(environments, *arguments):
+def run_ranks(environments):
     """The script as one process for each environment; (return code, output, errors) of each."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS)}
     started = [
         subprocess.Popen(
-            [sys.executable, "-W", "error", SCRIPT, *arguments],
+            [sys.executable, "-W", "error", SCRIPT],
             env={**kept, "GLOO_SOCKET_IFNAME": "lo", **environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -165,16 +165,6 @@ def run_ranks(environments, *arguments):
     return [(p.returncode, *texts) for p, texts in zip(started, ended, strict=True)]
 
 
-def of_open_mpi(rank, port):
-    return {
-        "OMPI_COMM_WORLD_RANK": str(rank),
-        "OMPI_COMM_WORLD_SIZE": "2",
-        "OMPI_COMM_WORLD_LOCAL_RANK": str(rank),
-        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
-        "MASTER_PORT": str(port),
-    }
-
-
 def of_slurm(rank, port):
     return {
         "SLURM_PROCID": str(rank),
@@ -187,7 +177,7 @@ def of_slurm(rank, port):
 
 @pytest.mark.slow
 def test_a_script_under_slurm_that_forgets_to_clean_up(unused_port):
-    ranks = run_ranks([of_slurm(rank, unused_port) for rank in range(2)], "forget")
+    ranks = run_ranks([of_slurm(rank, unused_port) for rank in range(2)])
     for number, (code, output, errors) in enumerate(ranks):
         assert (code, errors) == (0, "")
         lines = output.splitlines()
@@ -203,12 +193,3 @@ def test_a_script_under_slurm_that_forgets_to_clean_up(unused_port):
         said = [line.split("] ", 1)[1] for line in lines[:-1]]
         alone = ["before joining", "Epoch 0", "Epoch 1"] if number == 0 else []
         assert [line.split(",")[0] for line in said] == [*alone, "told by all"]
-
-
-@pytest.mark.thorough
-def test_under_open_mpi_the_rank_that_fails_says_why_and_nobody_hangs(unused_port):
-    ranks = run_ranks([of_open_mpi(rank, unused_port) for rank in range(2)], "fail")
-    assert all(code != 0 for code, _, _ in ranks)
-    assert "ValueError: rank 1 has had enough" in ranks[1][2]
-    assert "CommunicationError" in ranks[0][2]
-    assert "Epoch 0, loss" in ranks[0][1]

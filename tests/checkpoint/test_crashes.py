@@ -27,7 +27,7 @@ from support.checkpoint_cases import (
 )
 from support.sampling import FULL
 
-from fullshard.checkpoint import Keep, open_checkpoint, steps_in
+from fullshard.checkpoint import open_checkpoint, steps_in
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.format.stored import About
 from fullshard.checkpoint.saving import save
@@ -124,20 +124,6 @@ def test_a_disk_that_is_full_at_any_byte(tmp_path, rank):
     assert all(written)  # the last one fitted
 
 
-def test_a_folder_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    for error in save_spans(tmp_path / "file" / "run", arrays(), 2, step=1):
-        assert isinstance(error, CheckpointError)
-        assert "NotADirectoryError" in str(error)
-
-    def read_only(op, number, path):
-        if op in ("create", "make_new_folder", "make_folder", "rename"):
-            raise OSError(errno.EROFS, "Read-only file system", str(path))
-
-    for error in save_with(tmp_path, lambda rank: FaultyFiles(read_only)):
-        assert "Read-only file system" in str(error)
-
-
 def test_a_slow_disk_is_waited_for(tmp_path):
     @contextlib.contextmanager
     def slow(op, number, path):
@@ -190,17 +176,3 @@ def test_a_rank_that_dies_in_a_collective_lets_the_other_end(tmp_path, call):
     assert isinstance(ends[0], Exception)
     newest = open_checkpoint(tmp_path)
     assert_holds(newest, arrays(newest.step))
-
-
-def test_retention_that_fails_does_not_fail_the_save(tmp_path):
-    save_spans(tmp_path, arrays(1), 2, step=1)
-
-    def watch(op, number, path):
-        if op in ("remove", "remove_folder"):
-            raise OSError(errno.EIO, "made to fail", str(path))
-
-    results = save_with(tmp_path, lambda rank: FaultyFiles(watch), keep=Keep(last=1))
-    assert all(isinstance(each, Path) for each in results)
-    assert [each.step for each in steps_in(Files(), tmp_path)] == [2]
-    save_spans(tmp_path, arrays(3), 2, step=3)
-    assert [name[:5] for name in names_in(tmp_path)] == ["step-", "step-"]

@@ -4,11 +4,9 @@
 ``FULLSHARD_TRIALS=full`` flips 1,000 bits, otherwise a sample.
 """
 
-import contextlib
 import json
 import random
 import shutil
-import time
 
 import numpy
 import pytest
@@ -197,26 +195,6 @@ def test_a_manifest_that_lies_is_refused_though_its_checksum_is_right(good, tmp_
     shutil.copytree(good / "run", run)
     forged(run, FORGERIES[why])
     assert why in str(refused(run))
-
-
-def test_an_error_comes_no_later_than_a_good_load(good, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(good / "run", run)
-
-    def seconds():
-        begin = time.perf_counter()
-        with contextlib.suppress(CheckpointError):
-            load(run)
-        return time.perf_counter() - begin
-
-    good_s = min(seconds() for _ in range(5))
-    path = newest(run) / "00001.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
-    refused(run)
-    bad_s = min(seconds() for _ in range(5))
-    assert bad_s < 3 * good_s + 0.05  # one rank of two reads, and stops
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 2**30])

@@ -77,15 +77,6 @@ def test_the_command_shows_what_was_moved_aside(tmp_path, capsys):
     assert command.main(["verify", str(tmp_path / "aside-1")]) == 0
 
 
-def test_a_step_loaded_for_a_look_into_another_model_moves_nothing(tmp_path):
-    model, other = linear(), linear()
-    saved(tmp_path, model, 1, 2)
-    with pytest.warns(RuntimeWarning, match="later ones"):
-        load_checkpoint(tmp_path, other, step=1)
-    saved(tmp_path, model, 3)
-    assert steps_of(tmp_path) == [1, 2, 3]
-
-
 def test_a_run_from_the_beginning_in_an_old_folder_is_told_and_deletes_nothing(tmp_path):
     saved(tmp_path, linear(), 10, 20)
     with pytest.warns(RuntimeWarning, match=r"nothing was loaded, .* later ones \(10, 20\)"):
@@ -277,19 +268,6 @@ def trained(kind, **options):
     return model, optimizer
 
 
-def test_settings_that_name_the_algorithm_stay_and_are_told(tmp_path):
-    saved_with = trained(torch.optim.Adam, lr=0.5, betas=(0.5, 0.6))
-    save_checkpoint(tmp_path, *saved_with, step=1)
-    model, optimizer = trained(torch.optim.AdamW, lr=0.1, foreach=False)
-    loaded = load_checkpoint(tmp_path, model, optimizer)
-    group = optimizer.param_groups[0]
-    assert (group["lr"], group["betas"], group["foreach"]) == (0.5, (0.5, 0.6), False)
-    assert group["decoupled_weight_decay"] is True
-    assert "optimizer, group 0: lr is 0.5, was 0.1" in loaded.settings
-    told = "optimizer, group 0: decoupled_weight_decay stays True, saved with False"
-    assert told in loaded.settings
-
-
 @pytest.mark.parametrize(
     ("kind", "options", "other", "why"),
     [
@@ -338,13 +316,6 @@ def test_numbers_are_not_lost_in_silence(tmp_path, stored, here, why):
     assert model.value.float().item() == 0
     load_checkpoint(tmp_path, model, strict=False)
     assert torch.equal(model.value.double(), stored.to(here).double()) or "F8" in why
-
-
-def test_numbers_that_fit_are_converted(tmp_path):
-    save_checkpoint(tmp_path, Held(torch.tensor([1e30, float("inf")])), step=1)
-    model = Held(torch.zeros(2, dtype=torch.bfloat16))
-    assert load_checkpoint(tmp_path, model).converted == ()
-    assert model.value.isinf().tolist() == [False, True]
 
 
 # -- the command ---------------------------------------------------------------------------------

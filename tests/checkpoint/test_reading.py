@@ -19,7 +19,7 @@ from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.format.stored import About
 from fullshard.checkpoint.loading import Checkpoint, Loading, Want, open_checkpoint
 from fullshard.checkpoint.reading import streams
-from fullshard.checkpoint.reading.streams import in_streams, thread_count
+from fullshard.checkpoint.reading.streams import in_streams
 from fullshard.checkpoint.saving import save
 from fullshard.checkpoint.shards import Piece
 from fullshard.core.boxes import Box
@@ -45,13 +45,6 @@ def test_each_thread_works_in_order_on_what_follows_each_other(three_threads):
         runs = [items[at : at + 4] for at in range(0, len(items), 4)]
         assert all(run == list(range(run[0], run[0] + 4)) for run in runs)
         assert items == sorted(items)
-
-
-def test_a_single_run_needs_no_thread(three_threads):
-    threads = in_streams(
-        lambda _: threading.current_thread(), range(9), [streams.RUN_BYTES // 9] * 9
-    )
-    assert set(threads) == {threading.main_thread()}
 
 
 def test_few_results_wait_for_the_caller(three_threads):
@@ -88,13 +81,6 @@ def test_a_caller_that_goes_away_leaves_no_thread(three_threads):
     next(results)
     results.close()
     assert not [each for each in threading.enumerate() if each.name.startswith("fullshard-read")]
-
-
-@pytest.mark.parametrize(("ranks", "expected"), [("1", 4), ("2", 4), ("8", 1), ("99", 1), ("x", 4)])
-def test_ranks_share_the_processors(monkeypatch, ranks, expected):
-    monkeypatch.setattr(streams.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
-    assert thread_count() == expected
 
 
 def test_fresh_memory_is_filled_in_the_first_pass(tmp_path):

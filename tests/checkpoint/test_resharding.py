@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Any cut is read as any other cut, bit by bit; and the pure part of it."""
 
-import math
-from itertools import pairwise
-
 import ml_dtypes  # noqa: F401 (gives numpy bfloat16)
 import numpy
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from safetensors.numpy import load_file
 from support.checkpoint_cases import (
     DTYPES,
@@ -26,67 +21,12 @@ from support.checkpoint_cases import (
 )
 
 from fullshard.checkpoint import open_checkpoint, reshard_checkpoint
-from fullshard.checkpoint.format.stored import About, StoredBox, StoredTensor
-from fullshard.checkpoint.planning import assign
-from fullshard.checkpoint.reading.reads import carry_out, chunk_bytes, reads_for
+from fullshard.checkpoint.format.stored import About
 from fullshard.checkpoint.saving import save
 from fullshard.checkpoint.shards import Piece
-from fullshard.core.boxes import Box, boxes_of_interval
 from fullshard.core.errors import CheckpointError, ConfigurationError
 
 WORLDS = [1, 2, 3, 4, 5, 8]
-
-
-@st.composite
-def grids(draw, shape):
-    """``shape`` cut into boxes by a grid, or into intervals: each element in one of them."""
-    if draw(st.booleans()):
-        numel = math.prod(shape)
-        cuts = sorted(draw(st.lists(st.integers(0, numel), max_size=4)))
-        ends = zip([0, *cuts], [*cuts, numel], strict=True)
-        return [box for a, b in ends for box in boxes_of_interval(shape, a, b)]
-    boxes = [Box((), ())]
-    for size in shape:
-        cuts = sorted({*draw(st.lists(st.integers(1, size), max_size=2)), 0, size})
-        parts = [(a, b - a) for a, b in pairwise(cuts)]
-        boxes = [
-            Box((*box.offsets, at), (*box.sizes, count)) for box in boxes for at, count in parts
-        ]
-    return boxes
-
-
-@given(st.data())
-@settings(max_examples=300, deadline=None)
-def test_every_wanted_element_is_copied_once_from_its_place(data):
-    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=4), "shape"))
-    stored_boxes, wanted = data.draw(grids(shape), "stored"), data.draw(grids(shape), "wanted")
-    wanted = data.draw(st.permutations(wanted))
-    with pytest.MonkeyPatch.context() as patch:
-        small_chunks(patch, data.draw(st.sampled_from([8, 24, 64]), "chunk"))
-        whole = numpy.arange(math.prod(shape), dtype="<i8").reshape(shape)
-        stored = tuple(StoredBox(box, 0) for box in stored_boxes)
-        tensor = StoredTensor(shape, "I64", stored)
-        target = numpy.full(whole.size, -1, "<i8").view(numpy.uint8)
-        seen = set()
-        for read in reads_for(tensor, wanted):
-            place = (read.stored.box, read.chunk)
-            assert place not in seen
-            seen.add(place)
-            flat = _elements(whole, read.stored.box).tobytes()
-            first = read.chunk * (chunk_bytes(tensor, read.stored, 0))
-            source = flat[first : first + chunk_bytes(tensor, read.stored, read.chunk)]
-            if read.straight is not None:
-                start = read.straight * 8
-                before = target[start : start + len(source)].view("<i8")
-                assert (before == -1).all()
-                target[start : start + len(source)] = numpy.frombuffer(source, numpy.uint8)
-            carry_out(read, 8, numpy.frombuffer(source, numpy.uint8), target)
-        expected = numpy.concatenate([_elements(whole, box).reshape(-1) for box in wanted])
-        assert (target.view("<i8") == expected).all()
-
-
-def _elements(whole, box):
-    return whole[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
 
 
 @pytest.mark.long
@@ -139,19 +79,6 @@ def test_replicas_are_written_once_and_the_work_is_shared(tmp_path):
     assert all(len(each.boxes) == 1 for each in manifest.tensors.values())
 
 
-@given(st.lists(st.lists(st.integers(0, 5), max_size=6), min_size=1, max_size=5))
-def test_each_piece_is_assigned_to_one_of_those_that_hold_it(held):
-    proposals = [[(f"p{n}", f"t{n}", 10 ** (n + 3)) for n in rank] for rank in held]
-    left_out = assign(proposals)
-    written = [
-        proposals[rank][index][0]
-        for rank in range(len(held))
-        for index in range(len(proposals[rank]))
-        if index not in left_out[rank]
-    ]
-    assert sorted(written) == sorted({f"p{n}" for rank in held for n in rank})
-
-
 def test_ranks_that_disagree_about_a_tensor_are_refused_together(tmp_path):
     def work(ranks):
         array = numpy.zeros(4 + ranks.rank, "<f4")
@@ -161,14 +88,6 @@ def test_ranks_that_disagree_about_a_tensor_are_refused_together(tmp_path):
     for error in run_ranks(2, work):
         assert isinstance(error, CheckpointError)
         assert "'w' is F32 of shape (4,) on one rank and F32 of shape (5,)" in str(error)
-    assert names_in(tmp_path) == []
-
-
-def test_elements_that_no_rank_holds_are_refused(tmp_path):
-    array = numpy.zeros(4, "<f4")
-    piece = Piece("w", (6,), "F32", (Box((1,), (4,)),), ArraySource(array))
-    [error] = run_ranks(1, lambda ranks: save(tmp_path, [piece], About(1), ranks))
-    assert "the boxes of 'w' do not cover each of its elements once" in str(error)
     assert names_in(tmp_path) == []
 
 

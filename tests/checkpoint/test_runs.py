@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder of a run: newest, retention, marks of verification, left-overs; saving aside."""
 
-import shutil
 import threading
 import time
 import uuid
@@ -38,7 +37,6 @@ from fullshard.checkpoint.format.stored import About, Ancestor
 from fullshard.checkpoint.format.values import from_json, to_json
 from fullshard.checkpoint.planning import Plans
 from fullshard.checkpoint.ranks import FolderRanks
-from fullshard.checkpoint.runs.commit import is_verified
 from fullshard.checkpoint.runs.folder import RunFolder
 from fullshard.checkpoint.runs.retention import apply_retention, steps_to_remove
 from fullshard.checkpoint.saving import WrittenStep, save, versions_of
@@ -130,46 +128,6 @@ def test_which_steps_stay(keep, left):
     assert [each.step for each in steps if each not in gone] == left
 
 
-@given(st.sets(st.integers(0, 50), min_size=1), st.integers(1, 4), st.integers(0, 9), st.data())
-def test_the_newest_and_the_newest_verified_always_stay(steps, last, every, data):
-    there = folders(sorted(steps))
-    verified = data.draw(st.none() | st.sampled_from(there))
-    gone = steps_to_remove(there, Keep(last=last, every=every), {}, verified)
-    assert there[-1] not in gone
-    assert verified not in gone
-    assert set(gone) <= set(there)
-
-
-def test_retention_keeps_the_newest_step_that_was_verified(tmp_path):
-    for step in (1, 2, 3):
-        save_spans(tmp_path, arrays(step), 1, step)
-    open_checkpoint(tmp_path, 1).verify()
-    assert is_verified(FILES, open_checkpoint(tmp_path, 1).folder)
-    save_spans(tmp_path, arrays(4), 1, step=4, keep=Keep(last=1))
-    assert [each.step for each in steps_in(FILES, tmp_path)] == [1, 4]
-    open_checkpoint(tmp_path, 4).verify()
-    save_spans(tmp_path, arrays(5), 1, step=5, keep=Keep(last=1))
-    assert [each.step for each in steps_in(FILES, tmp_path)] == [4, 5]
-
-
-def test_a_mark_of_another_manifest_counts_for_nothing(tmp_path):
-    for step in (1, 2):
-        save_spans(tmp_path, arrays(step), 1, step)
-    one, two = (each.path for each in steps_in(FILES, tmp_path))
-    open_checkpoint(one).verify()
-    shutil.copy(one / "verified", two / "verified")
-    assert is_verified(FILES, one)
-    assert not is_verified(FILES, two)
-
-
-def test_retention_by_a_metric_of_extra(tmp_path):
-    keep = Keep(last=1, best=1, metric="loss")
-    for step, loss in enumerate([3.0, 1.0, 2.0, 4.0]):
-        about = About(step, extra=to_json({"loss": loss}))
-        save(tmp_path, spans_of(arrays(1), 0, 1), about, SoloRanks(), keep=keep)
-    assert [each.step for each in steps_in(FILES, tmp_path)] == [1, 3]
-
-
 @pytest.mark.parametrize("wrong", [{"last": 0}, {"every": -1}, {"best": 1}, {"metric": "loss"}])
 def test_what_cannot_be_kept(wrong):
     with pytest.raises(ConfigurationError):
@@ -257,29 +215,6 @@ def test_a_failure_aside_does_not_hold_the_caller_and_comes_out_at_wait(tmp_path
     saving = in_background(tmp_path, piece, blocks=blocks)  # no block was lost
     saving.wait()
     assert (open_checkpoint(tmp_path).read("w") == array).all()
-
-
-def test_a_failure_of_one_rank_aside_is_a_failure_on_all(tmp_path):
-    def watch(op, number, path):
-        if op == "flush":
-            raise OSError(5, "made to fail", str(path))
-
-    def work(ranks):
-        plan = Plans().plan(spans_of(arrays(1), ranks.rank, 2), ranks)
-        files = FaultyFiles(watch) if ranks.rank == 1 else FILES
-        blocks = Blocks(2 * BLOCK_BYTES)
-        saving = save_in_background(
-            RunFolder(tmp_path, files=files),
-            plan,
-            About(1),
-            ranks.duplicate(tmp_path, files),
-            blocks,
-        )
-        return saving.wait()
-
-    errors = run_ranks(2, work)
-    assert all("rank 1 of 2" in str(each) and "made to fail" in str(each) for each in errors)
-    assert names_in(tmp_path) == []
 
 
 def test_what_background_and_finished_say(tmp_path):

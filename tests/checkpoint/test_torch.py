@@ -18,12 +18,10 @@ from fullshard.core.errors import CheckpointError, ConfigurationError
 from fullshard.testing import LocalWorld
 from fullshard.torch import (
     Background,
-    CPUOffload,
     FullyShardedDataParallel,
     Keep,
     RunFolder,
     load_checkpoint,
-    load_full_weights,
     save_checkpoint,
 )
 
@@ -93,27 +91,6 @@ def test_a_plain_module_in_one_process(tmp_path):
     assert fresh.param_groups[0]["betas"] == (0.9, 0.999)
     assert_equal(held, everything(other, fresh))
     assert one_step(other, fresh, 1) == after
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"cpu_offload": CPUOffload(offload_params=True)},
-        {"cpu_offload": CPUOffload(offload_optimizer=True)},
-    ],
-    ids=["params", "optimizer"],
-)
-@on_ranks(2)
-def test_offload(comm, tmp_path, options):
-    model = wrap(comm, gpt(), **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    one_step(model, optimizer)
-    save_checkpoint(tmp_path, model, optimizer, step=1)
-    held = everything(model, optimizer)
-    after = one_step(model, optimizer, 1)
-    load_checkpoint(tmp_path, model, optimizer)  # into what is in use
-    assert_equal(held, everything(model, optimizer))
-    assert one_step(model, optimizer, 1) == after
 
 
 def test_tied_weights_are_stored_once_and_reach_models_that_do_not_tie(tmp_path):
@@ -264,14 +241,6 @@ def test_buffers_extra_state_and_memory_that_is_not_contiguous(tmp_path):
         {"weight": model[0].weight, "count": model[0].count},
         {"weight": other[0].weight, "count": other[0].count},
     )
-
-
-def test_values_are_converted_to_the_model_s_dtype(tmp_path):
-    model = gpt()
-    save_checkpoint(tmp_path, model, step=1)
-    low = gpt(1).bfloat16()
-    load_checkpoint(tmp_path, low)
-    assert torch.equal(low.head.weight, model.head.weight.bfloat16())
 
 
 def test_what_does_not_fit_is_refused_and_changes_nothing(tmp_path):
@@ -455,28 +424,3 @@ def test_a_failure_aside_comes_out_on_every_rank_at_the_next_call(tmp_path):
     on(2, body)
     kept = names_in(tmp_path)
     assert kept == ["step-000000000001", "step-000000000004"]  # a load has verified the first
-
-
-def test_weights_go_out_to_plain_files_and_come_in_from_them(tmp_path):
-    from fullshard.checkpoint import export_safetensors, import_safetensors  # noqa: PLC0415
-
-    def save(comm):
-        save_checkpoint(tmp_path / "run", wrap(comm, gpt(tied=True)), step=1)
-
-    on(2, save)
-    [file] = export_safetensors(open_checkpoint(tmp_path / "run"), tmp_path / "whole.safetensors")
-
-    def load(comm):
-        model = wrap(comm, gpt(1, tied=True))
-        load_full_weights(model, file)
-        return model.embed.weight.full_tensor()
-
-    expected = gpt(tied=True).embed.weight
-    assert all(torch.equal(each, expected) for each in on(2, load))
-    import_safetensors(file, tmp_path / "imported", step=9)
-
-    def load_imported(comm):
-        model = wrap(comm, gpt(1, tied=True))
-        return load_checkpoint(tmp_path / "imported", model).step, model.embed.weight.full_tensor()
-
-    assert all(step == 9 and torch.equal(w, expected) for step, w in on(3, load_imported))

@@ -5,7 +5,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from support.models import GPT
 from torch import nn
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -16,7 +15,6 @@ from torch.distributed.tensor.parallel import (
 from device.programs import (
     BF16,
     FETCHES,
-    Branches,
     OnTwoStreams,
     Stack,
     adamw,
@@ -45,13 +43,6 @@ def run_layers(model, order):
 def _(job):
     model = shard(gpt(), job.mesh)
     job.train(model, before_step=lambda _: model.blocks[0].unshard(async_op=True))
-
-
-@program("an optimizer after a forward alone", kept_bytes=315_392)
-def _(job):
-    """Embeddings and the last block are full still."""
-    model = shard(gpt(), job.mesh)
-    job.train(model, before_step=lambda _: job.loss(model))
 
 
 @program("kept after backward", kept_bytes=614_400)
@@ -321,27 +312,6 @@ def _(job):
     job.train(model, optimizer, each_step=each_step)
 
 
-@program("units left over at the end of backward", steps=3)
-def _(job):
-    """Branches that nobody uses, or only in the first of two micro-batches."""
-    model = shard(layers(Branches, 4), job.mesh)
-
-    def each_step(number):
-        model.set_requires_gradient_sync(False)
-        run_layers(model, (0, 1, 3)).backward()
-        model.set_requires_gradient_sync(True)
-        run_layers(model, (1, 2 + number % 2)).backward()
-
-    job.train(model, each_step=each_step)
-
-
-@program("hybrid sums in bf16 that wait", shape=(2, 2))
-def _(job):
-    policy = ours.MixedPrecisionPolicy(**BF16)
-    model = shard(gpt(), job.mesh, mp_policy=policy)
-    job.train_by_two(model, model.set_requires_all_reduce)
-
-
 @program("scaled losses, unscaled", syncs=("_local_scalar_dense in the program",))
 def _(job):
     model = shard(gpt(), job.mesh)
@@ -399,22 +369,6 @@ def _(job):
     job.train(model, loss=loss)
 
 
-@program("changes by hand between steps", shape=(2, 2))
-def _(job):
-    model = shard(gpt(), job.mesh)
-
-    @torch.no_grad()
-    def change(_):
-        averages = [param.detach().clone() for param in model.parameters()]
-        torch._foreach_lerp_(averages, list(model.parameters()), 0.1)
-        for param, average in zip(model.parameters(), averages, strict=True):
-            param.copy_(average)
-            param.clamp_(-1, 1).mul_(0.5)
-            nn.init.normal_(param)
-
-    job.train(model, before_step=change)
-
-
 @program("tensor parallelism", shape=(2, 2))
 def _(job):
     model = gpt()
@@ -424,14 +378,6 @@ def _(job):
     shard(model, job.mesh["replicate"])
     clip = partial(nn.utils.clip_grad_norm_, model.parameters(), 1.0)
     job.train(model, before_step=lambda _: clip())
-
-
-@program("units by element")
-def _(job):
-    with torch.device("cuda"):
-        model = GPT(width=256, blocks=2, tied=True)
-    shard(model, job.mesh, align="element")
-    job.train(model)
 
 
 # ---- inputs -------------------------------------------------------------------------------------

@@ -14,7 +14,6 @@ from support.optional_parts import (
     PARTS,
     MixtureOfExperts,
     Residuals,
-    announced,
     as_recomputing,
     patterns,
     routes,
@@ -24,9 +23,9 @@ from support.recomputed_parts import WrappedInside, as_in_functions
 from torch import nn
 
 from device.network import is_question
-from device.programs import FETCHES, program
+from device.programs import program
 from fullshard.testing import LocalComm, LocalWorld
-from fullshard.torch import CPUOffloadPolicy, using
+from fullshard.torch import using
 
 STEPS = 5
 # Drawn here: on the device tensors have no values.
@@ -113,12 +112,6 @@ def parts_announced(model, rank, number, device):
     loss.backward()
 
 
-def by_three(model, rank, number, device):
-    for batch in range(3):
-        model.set_requires_gradient_sync(batch == 2)
-        parts_once(model, rank, 3 * number + batch, device)
-
-
 def forward_twice(model, rank, number, device):
     first, second = (_loss(model, TWICE[2 * number + n][rank], device) for n in range(2))
     for loss in ((first, second), (second, first), (first + second,))[number % 3]:
@@ -127,13 +120,6 @@ def forward_twice(model, rank, number, device):
 
 def to_experts(model, rank, number, device):
     _loss(model, ROUTES[number][rank], device).backward()
-
-
-def to_experts_announced(model, rank, number, device):
-    route = ROUTES[number][rank]
-    with using(model, **announced(route)):
-        loss = _loss(model, route, device)
-    loss.backward()
 
 
 def parts(mesh, device, **options):
@@ -159,34 +145,6 @@ def _(mesh, device):
 @optional("optional parts, forward twice", forward_twice)
 def _(mesh, device):
     return parts(mesh, device)
-
-
-@optional("optional parts, accumulated", by_three)
-def _(mesh, device):
-    return parts(mesh, device)
-
-
-@optional("optional parts, hybrid", parts_twice, shape=(2, 2))
-def _(mesh, device):
-    return parts(mesh, device)
-
-
-@optional("optional parts, offloaded", parts_once, syncs=FETCHES)
-def _(mesh, device):
-    return parts(mesh, device, offload_policy=CPUOffloadPolicy())
-
-
-@optional("optional parts in whole matrices", parts_once)
-def _(mesh, device):
-    return parts(mesh, device, align="matrix")
-
-
-@optional("optional parts before frozen blocks", parts_twice)
-def _(mesh, device):
-    model = parts(mesh, device)
-    for name, param in model.named_parameters():
-        param.requires_grad_(name.startswith(PARTS))
-    return model
 
 
 @optional("frozen blocks, and parts recomputed as a whole", parts_twice)
@@ -223,16 +181,6 @@ def _(mesh, device):
 def experts(mesh, device, **kinds):
     with torch.device(device):
         return MixtureOfExperts(drawn=False, **kinds).shard(mesh, check_values=False)
-
-
-@optional("experts in blocks", to_experts)
-def _(mesh, device):
-    return experts(mesh, device, again=False, shared=False)
-
-
-@optional("experts announced", to_experts_announced)
-def _(mesh, device):
-    return experts(mesh, device, again=False, shared=False)
 
 
 @optional("shared experts in recomputed blocks", to_experts)

@@ -199,26 +199,11 @@ def _(job):
 
 
 _simple("hybrid", shape=(2, 2))
-_simple("replicas only", shape=(4, 1))
 _simple("bf16", mp_policy=ours.MixedPrecisionPolicy(**BF16))
-_simple(
-    "bf16 throughout",
-    mp_policy=ours.MixedPrecisionPolicy(
-        param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16, output_dtype=torch.float32
-    ),
-)
-_simple("fp16 reduces", mp_policy=ours.MixedPrecisionPolicy(reduce_dtype=torch.float16))
 _simple("bf16 hybrid", shape=(2, 2), mp_policy=ours.MixedPrecisionPolicy(**BF16))
 _offload = {"device": "cpu", "syncs": FETCHES}
 _simple("offload replicas", shape=(4, 1), **_offload, offload_policy=ours.CPUOffloadPolicy())
 _simple("offload", **_offload, offload_policy=ours.CPUOffloadPolicy())
-_simple(
-    "offload unpinned",
-    device="cpu",
-    syncs=(*FETCHES, "a blocking copy_ in gradients.py:_evict"),
-    offload_policy=ours.CPUOffloadPolicy(pin_memory=False),
-)
-_simple("offload hybrid", shape=(2, 2), **_offload, offload_policy=ours.CPUOffloadPolicy())
 _simple(
     "offload bf16",
     **_offload,
@@ -252,9 +237,6 @@ def _first_door(name, *, shape=(4,), syncs=(), kept_bytes=0, **options):
 
 for _strategy in ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"):
     _first_door(_strategy, sharding_strategy=ours.ShardingStrategy[_strategy])
-for _strategy in ("HYBRID_SHARD", "_HYBRID_SHARD_ZERO2"):
-    _first_door(_strategy, shape=(2, 2), sharding_strategy=ours.ShardingStrategy[_strategy])
-_first_door("CPUOffload", syncs=FETCHES, cpu_offload=ours.CPUOffload(offload_params=True))
 _first_door(
     "NO_SHARD offloaded",
     syncs=FETCHES,
@@ -267,17 +249,6 @@ _first_door(
     kept_bytes=227_712,  # the shards on the device
     cpu_offload=ours.CPUOffload(offload_optimizer=True),
 )
-_first_door(
-    "FULL_SHARD in bf16",
-    mixed_precision=ours.MixedPrecision(param_dtype=torch.bfloat16),
-)
-
-
-@program("no prefetch")
-def _(job):
-    model = shard(gpt(), job.mesh)
-    ours.set_prefetch(model, 0, 0)
-    job.train(model)
 
 
 @program("deep prefetch")
@@ -301,12 +272,6 @@ def _(job):
 def _(job):
     model = shard(gpt(), job.mesh)
     job.train_by_two(model, model.set_requires_gradient_sync)
-
-
-@program("accumulation of shards")
-def _(job):
-    model = shard(gpt(), job.mesh)
-    job.train(model, each_step=lambda _: [job.loss(model).backward() for _ in range(2)])
 
 
 @program("accumulation offloaded", syncs=FETCHES)
@@ -383,14 +348,6 @@ def _(job):
     job.train(model, optimizer)
 
 
-@program("optimizer beside forward", steps=3)
-def _(job):
-    model = shard(gpt(), job.mesh)
-    optimizer = adamw(model)
-    ours.overlap_optimizer(model, optimizer, beside="forward")
-    job.train(model, optimizer)
-
-
 @program("clipped, optimizer beside forward, offloaded", steps=4, syncs=FETCHES)
 def _(job):
     """Before the last step somebody changes a parameter, whose step is put off."""
@@ -418,16 +375,6 @@ def _(job):
     strategy = ours.ShardingStrategy.HYBRID_SHARD
     model = wrapped(gpt("cpu"), job.mesh, device_id=0, sharding_strategy=strategy)
     job.train(model, before_step=lambda _: model.clip_grad_norm_(1.0))
-
-
-@program("several forwards")
-def _(job):
-    model = shard(gpt(), job.mesh)
-
-    def each_step(number):
-        sum([job.loss(model) for _ in range(3)]).backward()
-
-    job.train(model, each_step=each_step)
 
 
 @program("forwards and backwards crossed")
@@ -646,19 +593,6 @@ class Stack(nn.Module):
         return x
 
 
-@program("three units", steps=1)
-def _(job):
-    with torch.device("cuda"):
-        model = Stack([nn.Linear(8, 8, bias=False) for _ in range(3)])
-    shard(model, job.mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def each_step(number):
-        model(torch.zeros(2, 8, device="cuda")).sum().backward()
-
-    job.train(model, optimizer, each_step=each_step)
-
-
 _ALL = (0, 1, 2, 3, 4)
 ORDERS = [_ALL, (0, 2, 3), _ALL, (4, 1, 0, 3), (3, 4), _ALL, (0, 1, 2, 3), (0, 1, 2, 4)]
 
@@ -687,20 +621,11 @@ _changing(
     "changing order, gathers in int8", compression=ours.CommunicationCompression(gather="int8")
 )
 _changing("changing order, blocks of 2", reshard_after_forward=2)
-_changing("changing order, optimizer beside forward", beside="forward")
-_changing("changing order, offloaded", **_offload, offload_policy=ours.CPUOffloadPolicy())
-for _beside in ("forward", "backward"):
-    _changing(
-        f"changing order, optimizer beside {_beside}, offloaded",
-        **_offload,
-        beside=_beside,
-        offload_policy=ours.CPUOffloadPolicy(),
-    )
 _changing(
-    "changing order, offloaded in bf16",
+    "changing order, optimizer beside forward, offloaded",
     **_offload,
+    beside="forward",
     offload_policy=ours.CPUOffloadPolicy(),
-    mp_policy=ours.MixedPrecisionPolicy(**BF16),
 )
 
 
@@ -784,12 +709,6 @@ def _(job):
         model(torch.zeros(2, 8, device="cuda")).sum().backward()
 
     job.train(model, each_step=each_step)
-
-
-@program("state dicts between steps", syncs=("agreement.py:differing_texts",))
-def _(job):
-    model = shard(gpt(), job.mesh)
-    job.train(model, before_step=lambda _: model.state_dict())
 
 
 def _at_rest_elsewhere(job, model, move):

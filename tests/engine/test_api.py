@@ -5,12 +5,11 @@ import contextlib
 import inspect
 import io
 import os
-from collections import Counter
 
 import pytest
 import torch
 import torch.distributed.fsdp as torch_fsdp
-from support.models import GPT, make, seeded
+from support.models import make, seeded
 from support.threads import on_ranks
 from support.training import shard
 from support.world import on_processes
@@ -28,16 +27,11 @@ from fullshard.torch import (
     ShardingStrategy,
     fully_shard,
     save_full_weights,
-    tracing,
 )
 from fullshard.torch import DataParallelMeshDims as Dims
 from fullshard.torch import FullyShardedDataParallel as FSDP
 from fullshard.torch.step.managed import managed_unit_of
 from fullshard.wrap import CustomPolicy, ModuleWrapPolicy, size_based_auto_wrap_policy
-
-
-def alone(body):
-    return LocalWorld(1).run(body)[0]
 
 
 def test_signatures_are_those_of_torch():
@@ -132,17 +126,6 @@ def test_names_shapes_attributes_and_modes_are_the_plain_models(door):
         return model.seen.item()
 
     assert LocalWorld(3).run(body) == [1, 1, 1]
-
-
-@on_ranks(2)
-def test_the_function_door_changes_class_and_nothing_else(comm):
-    model = make("gpt")
-    assert fully_shard(model.blocks[0], mesh=comm) is model.blocks[0]
-    fully_shard([model.norm, model.head], mesh=comm)
-    fully_shard(model, mesh=comm)
-    assert isinstance(model, FSDPModule)
-    assert isinstance(model, GPT)
-    assert type(model).__name__ == "FSDPGPT"
 
 
 def test_weights_that_cannot_be_written_fail_on_every_rank(tmp_path):
@@ -295,28 +278,6 @@ def test_a_policy_over_sharded_modules_or_with_unknown_options_is_refused(comm):
         FSDP(model, comm, auto_wrap_policy=ModuleWrapPolicy({nn.Linear}))
     FSDP(model, comm)(torch.ones(2, 1, 8, 8)).sum().backward()
     assert [name for name, p in model.named_parameters() if p.grad is None] == []
-
-
-@on_ranks(2)
-def test_a_policy_may_choose_options_for_a_unit(comm):
-    model = Net()
-    kept = {"sharding_strategy": ShardingStrategy.SHARD_GRAD_OP}
-    wrapped = FSDP(
-        model,
-        comm,
-        auto_wrap_policy=CustomPolicy(
-            lambda module: kept if module is model.fc1 else isinstance(module, nn.Linear)
-        ),
-    )
-    step = lambda: wrapped(torch.ones(2, 1, 8, 8)).sum().backward()  # noqa: E731
-    step()
-    with tracing(wrapped) as trace:
-        step()
-    assert Counter(record.unit for record in trace if record.op == "gather") == {
-        "(root)": 1,
-        "fc1": 1,
-        "fc2": 1,
-    }  # fc2 runs last
 
 
 @on_ranks(1)

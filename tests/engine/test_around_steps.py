@@ -763,17 +763,6 @@ def test_nobody_used_is_none_and_weight_decay_leaves_it_alone(comm, door, world)
 
 
 @on_ranks(2)
-def test_what_one_rank_used_has_a_gradient_on_all(comm):
-    model = shard(seeded(branches), comm)
-    for used in (False, True):
-        model(X, used and comm.rank == 1).sum().backward()
-        found = grads_of(model)
-        assert (found["b.weight"] is not None) == used
-        assert found["c.weight"] is None
-        model.zero_grad()
-
-
-@on_ranks(2)
 def test_what_nobody_used_behind_frozen_parameters_has_no_gradient(comm):
     model = seeded(branches)
     model.a.requires_grad_(False)
@@ -798,20 +787,6 @@ def test_a_unit_waits_for_the_gradients_of_all_its_inputs(comm):
     expected = torch.autograd.grad(plain(*inputs).square().sum(), inputs)
     shard(plain, comm)(*inputs).square().sum().backward()
     torch.testing.assert_close([each.grad for each in inputs], list(expected))
-
-
-@on_ranks(2)
-def test_a_gather_under_way_is_awaited_before_an_optimizer_writes(comm):
-    """The world reports inputs that change while they are in flight."""
-    model = shard(seeded(net), comm, units=LAYERS)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(X).sum().backward()
-    handle = model[0].unshard(async_op=True)
-    optimizer.step()
-    handle.wait()
-    before = model[0].weight.detach().clone()
-    model(X)
-    assert (model[0].weight.full_tensor() - before).abs().max()
 
 
 class Giving(nn.Module):

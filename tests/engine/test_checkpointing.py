@@ -138,12 +138,6 @@ def selective(comm, door, reentrant):
     return shard(comm, seeded(lambda: CheckpointedGPT(run)), door)
 
 
-def selective_around_units(comm, door, reentrant):
-    contexts = partial(create_selective_checkpoint_contexts, save_products)
-    run = partial(each_checkpointed, use_reentrant=False, context_fn=contexts)
-    return shard(comm, seeded(lambda: CheckpointedGPT(run)), door, (Block, *PARTS))
-
-
 WAYS = [
     not_at_all,
     around_units,
@@ -191,19 +185,6 @@ def test_a_step_is_that_of_one_process(way, door, reentrant, world):
         torch.testing.assert_close(params, expected.params, rtol=0, atol=0)
         assert (trace.count("gather"), trace.count("reduce")) == (gathers, 3)
         assert {record.unit for record in trace} == {"(root)", "blocks.0", "blocks.1"}
-
-
-@pytest.mark.parametrize("door", DOORS)
-def test_selective_checkpoints_around_units_do_not_see_what_the_engine_does(door):
-    expected = split("gpt", torch.float32, 2)
-
-    def body(comm):
-        norms, params, _ = train(comm, selective_around_units, door, reentrant=False)
-        return norms, params
-
-    for norms, params in LocalWorld(2).run(body):
-        assert norms == expected.norms
-        torch.testing.assert_close(params, expected.params, rtol=0, atol=0)
 
 
 class Chain(nn.Module):
@@ -290,25 +271,6 @@ def test_units_in_units_are_freed_as_without_checkpointing(outer, inner):
         again = [] if outer == "not" else ["gather", "await_gather", "free"]
         assert sorted(found) == sorted([*ops, *((op, "links.3.second") for op in again)])
         assert found_peak <= peak
-
-
-def test_parameters_keep_the_plain_models_names(tmp_path):
-    """Behind the wrapper everywhere; under `fully_shard` in all that names parameters to people."""
-    plain = dict(seeded(GPT).named_parameters())
-
-    def body(comm):
-        found = []
-        for way in (wrapped_before, wrappers_are_units, inside_and_around):
-            model = way(comm, "wrapper", False)
-            found += [dict(model.named_parameters()), model.state_dict()]
-            model.load_state_dict({name: value + 1 for name, value in plain.items()})
-            for name, param in model.named_parameters():
-                assert torch.equal(param.full_tensor(), plain[name] + 1), name
-        found.append(way(comm, "function", False).state_dict())
-        return [list(names) for names in found]
-
-    for found in LocalWorld(2).run(body):
-        assert found == [list(plain)] * 7
 
 
 class Borrower(nn.Module):

@@ -30,7 +30,6 @@ from fullshard.torch.comm.compressed import CompressedComm
 from fullshard.torch.comm.protocol import Comm, members_of, rank_order_sum
 from fullshard.torch.inspection.traffic import communication
 from fullshard.torch.step.managed import managed_units
-from fullshard.wrap import CustomPolicy
 
 WIDTH = 64
 
@@ -127,20 +126,6 @@ def test_all_ranks_gather_the_same_bits(kind, world):
         assert travels_small != torch.equal(fulls[0], torch.cat(shards))
 
 
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
-def test_a_shard_may_lie_in_what_is_gathered(kind):
-    def body(comm):
-        full = torch.full((3 * 64,), torch.nan, dtype=torch.bfloat16)
-        mine = full.view(3, 64)[comm.rank].copy_(random(64, comm.rank))
-        compressed = CompressedComm(comm, CommunicationCompression(kind, block_numel=32))
-        compressed.all_gather([(full, mine)]).wait()
-        return full
-
-    shards = [random(64, rank, torch.bfloat16) for rank in range(3)]
-    expected = torch.cat([rounded(shard, kind) for shard in shards])
-    assert all(torch.equal(full, expected) for full in LocalWorld(3).run(body))
-
-
 @pytest.mark.parametrize("kind", ["bf16", "int8"])
 def test_reduces_add_in_rank_order_and_own_parts_exactly(kind):
     dtypes = (torch.float32, torch.bfloat16, torch.float64, torch.float32)
@@ -191,19 +176,6 @@ def test_what_is_left_to_the_communicator():
     assert LocalWorld(2).run(body) == [expected] * 2
 
 
-@pytest.mark.parametrize("kind", ["bf16", "int8"])
-def test_scratch_is_the_messages(kind):
-    def body(comm):
-        compressed = CompressedComm(comm, CommunicationCompression(None, kind, block_numel=32))
-        full = torch.empty(4 * 64)
-        low = torch.empty(4 * 64, dtype=torch.float64)
-        assert compressed.reduce_scratch_bytes(low) == comm.reduce_scratch_bytes(low)
-        return compressed.reduce_scratch_bytes(full)
-
-    message = 2 * 64 if kind == "bf16" else 64 + 2 * 4
-    assert LocalWorld(4).run(body) == [2 * 3 * message] * 4
-
-
 # ---- error feedback -----------------------------------------------------------------------------
 
 
@@ -233,24 +205,6 @@ def test_with_feedback_sums_over_steps_add_up(kind):
     assert min(each.max() for each in lost) > 10 * one_rounding
 
 
-@on_ranks(2)
-def test_residuals_of_another_layout_are_dropped(comm):
-    choice = CommunicationCompression(None, "int8", 32, error_feedback=True)
-    compressed = CompressedComm(comm, choice)
-
-    def reduced(numel):
-        shard, full = torch.empty(numel), random(2 * numel, comm.rank)
-        compressed.reduce_scatter([(shard, full)]).wait()
-        return shard
-
-    first = reduced(64)
-    assert compressed.residual_bytes == 2 * 64
-    assert not torch.equal(reduced(64), first)
-    reduced(96)
-    assert compressed.residual_bytes == 2 * 96
-    assert torch.equal(reduced(64), first)
-
-
 # ---- training -----------------------------------------------------------------------------------
 
 
@@ -267,14 +221,6 @@ def test_training_comes_close(choice):
             # AdamW moves each number by its rate a step, whichever way.
             assert (param - exact[name]).abs().max() <= 2 * 3 * 1.01e-2
             assert (param - exact[name]).abs().mean() < 2e-3
-
-
-@pytest.mark.thorough
-def test_processes_train_as_threads_do(gloo_world):
-    compression = CommunicationCompression("fp8", "int8", error_feedback=True, block_numel=64)
-    threads = LocalWorld(3).run(lambda comm: train(comm, compression))
-    processes = gloo_world.run(3, train, compression)
-    torch.testing.assert_close(processes, threads, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("gather", GATHERS)
@@ -325,27 +271,6 @@ def test_modes_go_with_it(options):
         assert losses == pytest.approx(exact_losses, rel=0.05)
 
 
-def test_blocks_gather_for_backward_what_forward_had():
-    """They exchange decoded weights as they are: rounding twice might not give the same ones."""
-
-    def body(comm):
-        model = shard_stack(comm, INT8, reshard_after_forward=2)
-        seen = []
-        for layer in model:
-            layer.register_forward_pre_hook(lambda layer, _: seen.append(layer.weight.clone()))
-        inputs = inputs_of(comm.rank).requires_grad_()
-        model(inputs).sum().backward()
-        grad = torch.ones(4, WIDTH)
-        for weight in reversed(seen):
-            grad = grad @ weight.detach()
-        torch.testing.assert_close(inputs.grad, grad, rtol=1e-5, atol=1e-6)
-        return seen
-
-    first, *others = LocalWorld(4).run(body)
-    for each in others:
-        assert all(torch.equal(a, b) for a, b in zip(first, each, strict=True))
-
-
 def test_hybrid_sharding_compresses_within_the_group():
     def body(comm, compression):
         return train(grid(comm), compression)
@@ -368,18 +293,6 @@ def test_hybrid_sharding_compresses_within_the_group():
 def test_one_rank_compresses_nothing():
     model = shard_stack(LocalComm(LocalWorld(1), [0], 0), INT8)
     assert torch.equal(model(inputs_of(0)), stack()(inputs_of(0)))
-
-
-def test_gradients_without_communication_are_rounded_once():
-    def body(comm, micro_batches):
-        model = shard_stack(comm, CommunicationCompression(None, "int8", block_numel=32))
-        for number in range(micro_batches):
-            model.set_requires_gradient_sync(number == micro_batches - 1)
-            (model(inputs_of(comm.rank)).square().sum() / micro_batches).backward()
-        return [p.grad.full_tensor() for p in model.parameters()]
-
-    once, twice = (LocalWorld(2).run(partial(body, micro_batches=n))[0] for n in (1, 2))
-    assert all(torch.equal(a, b) for a, b in zip(once, twice, strict=True))  # halves are exact
 
 
 class WithAnEmptyOne(nn.Module):
@@ -513,19 +426,6 @@ def test_ranks_that_choose_differently_are_told(comm):
     with pytest.raises(ConfigurationError, match=r"numel=32, .* on rank 0; .*=64, .* on rank 1"):
         fully_shard(model, mesh=comm, compression=choice)
     assert type(model) is nn.Sequential
-
-
-@on_ranks(2)
-def test_a_policy_chooses_for_each_unit(comm):
-    model = stack()
-    choices = {model[0]: True, model[1]: {"compression": INT8}}
-    policy = CustomPolicy(lambda module: choices.get(module, False))
-    wrapped = FullyShardedDataParallel(model, comm, auto_wrap_policy=policy)
-    assert [managed.unit.ranks.compression for managed in managed_units(wrapped)] == [
-        None,
-        None,
-        INT8,
-    ]
 
 
 @on_ranks(2)

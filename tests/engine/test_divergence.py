@@ -204,12 +204,6 @@ def test_a_parting_is_told_though_the_store_has_ended():
     assert told == f"gather is given up on rank 2: {PARTED}left out"
 
 
-def test_at_first_both_may_be_at_fault():
-    told = parting(3, [(1, "a"), (2, "b")], 5, [(1, "a"), (2, "c")])
-    assert "as call 2 of their group rank 3 calls b, and rank 5 c; " in told
-    assert "rank 5 has left out b, or rank 3 has left out c." in told
-
-
 def test_a_local_world_does_not_wait_for_a_rank_that_has_ended():
     def body(comm: Comm) -> None:
         if comm.rank != 1:
@@ -309,15 +303,6 @@ def test_debug_mode_is_off_unless_asked_for(monkeypatch):
 # -- agreement at first use ----------------------------------------------------------------------
 
 
-def test_ranks_that_agree_go_on():
-    lines = {"strategy": "FULL_SHARD", "parameter 0.weight": "(4, 4) float32"}
-    world = LocalWorld(3)
-    assert world.run(lambda comm: verify_agreement(comm, lines, CPU)) == [None] * 3
-    reordered = dict(reversed(lines.items()))
-    world.run(lambda comm: verify_agreement(comm, lines if comm.rank else reordered, CPU))
-    verify_agreement(SoloComm(), lines, CPU)
-
-
 def test_all_ranks_are_told_which_rank_differs_in_which_line():
     told = [
         {"strategy": "FULL_SHARD", "a.weight": "(4, 4)", "same": "1"},
@@ -339,17 +324,6 @@ def test_all_ranks_are_told_which_rank_differs_in_which_line():
         "  strategy: FULL_SHARD on ranks 0, 1; NO_SHARD on rank 2",
         "  b.größe: (missing) on ranks 0, 1; (2,) on rank 2",
     ]
-
-
-def test_a_long_list_of_differences_is_cut():
-    def body(comm: Comm) -> str:
-        with pytest.raises(ConfigurationError) as caught:
-            verify_agreement(comm, {str(n): str(comm.rank) for n in range(30)}, CPU)
-        return str(caught.value)
-
-    lines = LocalWorld(2).run(body)[0].splitlines()
-    assert len(lines) == 1 + 20 + 1
-    assert lines[-1] == "  and 10 more"
 
 
 def test_ranks_of_a_subgroup_are_named_by_their_numbers_in_the_world():

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from support.beside import grid, params_of
+from support.beside import params_of
 from support.models import loss_of, make, make_batches, place_of
 from support.threads import on_ranks
 from support.training import shard
@@ -15,10 +15,8 @@ from support.world import on_processes
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchsScaler
 
-from fullshard.core.layout import Span
 from fullshard.testing import LocalWorld
 from fullshard.torch import MixedPrecisionPolicy, ShardedGradScaler, fully_shard
-from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter
 
 DTYPE = torch.float64
@@ -64,11 +62,6 @@ STEPS = 5
 
 def scaler(kind=torch.amp.GradScaler, **options):
     return kind("cpu", init_scale=INIT_SCALE, growth_interval=2, **options)
-
-
-def held_of(param):
-    """The elements of the gradient that are here."""
-    return param.grad.local if isinstance(param.grad, ShardedParameter) else param.grad
 
 
 def spoil_last_element(bad, step_to_spoil=1):
@@ -119,71 +112,6 @@ def test_gloo_processes(gloo_world, door):
     plain = train_plain("gpt", 3, 2, scaler=scaler(), spoil=spoil_nothing, max_norm=0.05)
     for run in gloo_world.run(2, train_sharded, "gpt", 3, **how):
         torch.testing.assert_close(run, plain, rtol=0, atol=1e-9)
-
-
-def test_empty_spans_and_plain_gradients_among_sharded_ones():
-    """Ranks 0 and 2 hold nothing of the first parameter; the second is plain and bad on rank 0."""
-
-    def body(comm, bad_rank, bad_param):
-        owner = Ownership("p", (2, 2), (Span(0, 0), Span(0, 4), Span(4, 4)), comm)
-        held = torch.ones(owner.span.numel)
-        params = [ShardedParameter.parameter(held, owner), nn.Parameter(torch.ones(3))]
-        params.append(nn.Parameter(torch.ones(2), requires_grad=False))
-        optimizer = torch.optim.SGD(params, lr=1.0)
-        scale = scaler()
-        scale.scale(torch.ones(()))
-        params[0].grad = ShardedParameter.value(torch.full_like(held, INIT_SCALE), owner)
-        params[1].grad = torch.full((3,), 2 * INIT_SCALE)
-        if comm.rank == bad_rank:
-            held_of(params[bad_param])[-1] = math.nan
-        version = params[0].grad.local._version
-        scale.unscale_(optimizer)
-        assert params[0].grad.local._version > version
-        scale.step(optimizer)
-        scale.update()
-        return scale.get_scale(), params[0].full_tensor().tolist(), params[1].tolist()
-
-    good = (INIT_SCALE, [[0.0, 0.0], [0.0, 0.0]], [-1.0] * 3)
-    skipped = (INIT_SCALE / 2, [[1.0, 1.0], [1.0, 1.0]], [1.0] * 3)
-    world = LocalWorld(3)
-    assert world.run(lambda comm: body(comm, None, 0)) == [good] * 3
-    assert world.run(lambda comm: body(comm, 1, 0)) == [skipped] * 3
-    assert world.run(lambda comm: body(comm, 0, 1)) == [skipped] * 3
-
-
-class Gain(nn.Module):
-    """The gradient of each element is one of its inputs alone."""
-
-    def __init__(self):
-        super().__init__()
-        self.gain = nn.Parameter(torch.zeros(200))
-
-    def forward(self, x):
-        return self.gain * x
-
-
-def test_hybrid_sharding_finds_an_overflow_on_all_replicas():
-    """One element overflows in the data of one rank; another rank holds that element."""
-
-    def body(comm):
-        model = fully_shard(Gain(), mesh=grid(comm))
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        scale, found = scaler(), []
-        for bad in (False, True):
-            x = torch.ones(200)
-            if bad and comm.rank == 2:
-                x[-1] = 1e38  # finite, and not when it is scaled
-            scale.scale(model(x).sum()).backward()
-            grad = model.gain.grad.local
-            found.append(bool(grad.isfinite().all()))
-            scale.step(optimizer)
-            scale.update()
-            optimizer.zero_grad()
-        return found, scale.get_scale(), model.gain.full_tensor().unique().tolist()
-
-    results = LocalWorld(4).run(body)
-    finite = [[True, False] if rank % 2 else [True, True] for rank in range(4)]
-    assert results == [(each, INIT_SCALE / 2, [-1.0]) for each in finite]
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -242,26 +170,6 @@ def test_fp16_training_finds_a_scale_that_fits(kind, reduce_dtype):
     assert losses[-1] < 0.8 * losses[0]
 
 
-@on_ranks(2)
-def test_fp16_gradients_are_unscaled_by_the_sharded_scaler_only(comm):
-    model = fully_shard(nn.Linear(4, 4).half(), mesh=comm)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    for param in model.parameters():
-        held = torch.full_like(param.local, 64.0)
-        param.grad = ShardedParameter.value(held, param.ownership)
-    plain = torch.amp.GradScaler("cpu", init_scale=16.0)
-    plain.scale(torch.ones(()))
-    with pytest.raises(ValueError, match="FP16"):
-        plain.unscale_(optimizer)
-    mine = ShardedGradScaler("cpu", init_scale=16.0, process_group=comm)
-    mine.scale(torch.ones(()))
-    mine.unscale_(optimizer)
-    assert [param.grad.full_tensor().unique().tolist() for param in model.parameters()] == [
-        [4.0],
-        [4.0],
-    ]
-
-
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("kind", [torch.amp.GradScaler, ShardedGradScaler])
 def test_ranks_with_parameters_of_their_own(kind, fused):
@@ -304,13 +212,3 @@ def test_the_sharded_scaler_has_the_signature_of_torchs():
     assert [(p.name, p.default) for p in ours.values()] == [
         (p.name, p.default) for p in theirs.values()
     ]
-
-
-def test_a_disabled_scaler_passes_everything_through():
-    scale = ShardedGradScaler("cpu", enabled=False)
-    weight = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    scale.scale(weight.sum()).backward()
-    scale.step(optimizer)
-    scale.update()
-    assert weight.tolist() == [0.0, 0.0]

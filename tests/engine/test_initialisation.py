@@ -104,44 +104,6 @@ def test_meta_then_to_empty_then_values(world, tied):
     assert_equal(LocalWorld(world).run(body), expected(tied, world))
 
 
-@pytest.mark.parametrize("meta", [False, True])
-def test_assigned_state_dicts(meta):
-    state = seeded(GPT).state_dict()
-
-    def body(comm):
-        model = by_function(comm, on_meta(GPT) if meta else seeded(GPT, seed=5))
-        before = dict(model.named_parameters())
-        model.load_state_dict({k: v.clone() for k, v in state.items()}, assign=True)
-        after = dict(model.named_parameters())
-        assert all(type(p) is ShardedParameter for p in after.values())
-        assert meta or all(after[name] is before[name] for name in before)
-        one_step(model, comm.rank, comm.size)
-        return params_of(model)
-
-    assert_equal(LocalWorld(2).run(body), expected(False, 2))
-
-
-def test_meta_then_initialisation_in_place_equals_one_process():
-    def initialise(model):
-        for module in model.modules():
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
-
-    plain = seeded(GPT)
-    torch.manual_seed(3)
-    initialise(plain)
-
-    def body(comm):
-        model = by_function(comm, on_meta(GPT))
-        model.to_empty(device="cpu")
-        torch.manual_seed(3)  # one rank: nobody else draws
-        initialise(model)
-        return params_of(model)
-
-    found = LocalWorld(1).run(body)[0]
-    torch.testing.assert_close(found, params_of(plain), rtol=0, atol=0)
-
-
 @on_ranks(3)
 def test_what_nobody_initialised_is_found(comm):
     model = by_function(comm, on_meta(GPT))

@@ -5,8 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from support.beside import DOORS, params_of, shard
-from support.models import GPT, Block, loss_of, make_batches, seeded
+from support.models import seeded
 from support.tensor_classes import Halved
 from support.threads import on_ranks
 from torch import nn
@@ -19,10 +18,9 @@ from fullshard.torch import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     fully_shard,
-    resting_bytes,
     tracing,
 )
-from fullshard.torch.step.managed import managed_unit_of, managed_units
+from fullshard.torch.step.managed import managed_unit_of
 
 
 class LoRA(nn.Module):
@@ -36,81 +34,6 @@ class LoRA(nn.Module):
 
     def forward(self, x):
         return self.base(x.bfloat16()).float() + x @ self.down.t() @ self.up.t()
-
-
-def lora_gpt(width):
-    model = GPT(width=width, blocks=2).requires_grad_(False)
-    for block in model.blocks:
-        block.attention.qkv = LoRA(block.attention.qkv)
-        block.attention.out = LoRA(block.attention.out)
-        block.mlp[0], block.mlp[2] = LoRA(block.mlp[0]), LoRA(block.mlp[2])
-    return model
-
-
-def train(model, rank, size, steps=2):
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    for inputs, targets in make_batches("gpt", steps, 2 * size):
-        part = slice(2 * rank, 2 * rank + 2) if rank is not None else slice(None)
-        loss_of(model(inputs[part]), targets[part]).backward()
-        optimizer.step()
-    return optimizer
-
-
-@pytest.mark.parametrize("door", DOORS)
-@pytest.mark.parametrize("world", [2, 3])
-def test_lora_costs_what_its_trained_elements_cost(door, world):
-    plain = lora_gpt(384)
-    frozen_bytes = sum(p.nbytes for p in plain.parameters() if not p.requires_grad)
-    trained_numel = sum(p.numel() for p in plain.parameters() if p.requires_grad)
-
-    def body(comm):
-        # rows of so narrow matrices cannot be dealt out evenly
-        model = shard(seeded(lambda: lora_gpt(384)), comm, door, [Block], align="element")
-        optimizer = train(model, comm.rank, comm.size, steps=1)
-        steps = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        layouts = [managed.unit.layout for managed in managed_units(model)]
-        at_rest = resting_bytes(model, optimizer)
-        counters = 4 * sum(p.requires_grad for p in model.parameters())  # AdamW's step, each
-        assert at_rest.parameters_bytes == sum(layout.shard_bytes for layout in layouts)
-        assert at_rest.gradients_bytes == sum(layout.grad_shard_bytes for layout in layouts)
-        spans = sum(p.local.numel() for p in model.parameters() if p.requires_grad)
-        assert at_rest.optimizer_bytes == counters + 2 * 4 * spans
-        assert all(p.grad is None for p in model.parameters() if not p.requires_grad)
-        assert steps == trained_numel
-        return at_rest.total_bytes - counters, spans
-
-    found = LocalWorld(world).run(body)
-    expected = (frozen_bytes + 16 * trained_numel) / world
-    for total_bytes, spans in found:
-        assert total_bytes == pytest.approx(expected, rel=1e-3)
-        assert spans == pytest.approx(trained_numel / world, rel=1e-2)
-
-
-@pytest.mark.parametrize("door", DOORS)
-def test_lora_equals_one_process(door):
-    expected = seeded(lambda: lora_gpt(12))
-    train(expected, None, 2)
-
-    def body(comm):
-        model = shard(seeded(lambda: lora_gpt(12)), comm, door, [Block])
-        train(model, comm.rank, comm.size)
-        return params_of(model)
-
-    for found in LocalWorld(2).run(body):
-        torch.testing.assert_close(found, params_of(expected), rtol=1e-3, atol=1e-4)
-
-
-def test_a_unit_without_trained_parameters_is_not_reduced():
-    def body(comm):
-        model = seeded(GPT)
-        model.blocks[0].requires_grad_(False)
-        shard(model, comm, units=[Block])
-        with tracing(model) as trace:
-            inputs, targets = make_batches("gpt", 1, 2)[0]
-            loss_of(model(inputs), targets).backward()
-        return {r.unit for r in trace.records if r.op == "reduce"}
-
-    assert LocalWorld(2).run(body)[0] == {"blocks.1", "(root)"}
 
 
 class FourBit(nn.Module):

@@ -158,99 +158,9 @@ def test_what_accumulation_holds_between_micro_batches(comm, held):
 
 
 @on_ranks(2)
-def test_parameters_kept_after_backward_are_not_gathered_for_the_next_micro_batch(comm):
-    model = shard_stack(comm)
-    model.set_reshard_after_forward(False)
-    model.set_reshard_after_backward(False)
-    step(model)
-    gathered = count_sent(unit_of(model).ranks.apart, "all_gather")
-    step(model)
-    micro_batch = len(gathered)
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    step(model)
-    assert micro_batch == 0
-    assert len(gathered) == LAYERS
-
-
-@on_ranks(2)
-def test_frozen_after_sharding_costs_no_gradient(comm):
-    model = shard_stack(comm)
-    step(model)
-    model.zero_grad()
-    model.blocks[0].requires_grad_(False)
-    step(model)
-    optimizer = torch.optim.SGD(model.parameters())
-    gradients, layout = resting_bytes(model, optimizer).gradients_bytes, unit_of(model).layout
-    assert gradients == (LAYERS - 1) * layout.grad_shard_bytes
-
-
-@on_ranks(3)
-def test_thawing_does_not_move_what_is_trained(comm):
-    """Optimizer state is cut as its parameter is: spans of trained parameters must stay."""
-    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 5), nn.Linear(5, 3))
-    model[1].requires_grad_(False)
-    model[2].bias.requires_grad_(False)
-    fully_shard(model, mesh=comm)
-    before = {name: p.span for name, p in model.named_parameters() if p.requires_grad}
-    params = dict(model.named_parameters())
-    model[1].weight.requires_grad_(True)
-    model(torch.ones(1, 7)).sum().backward()
-    after = dict(model.named_parameters())
-    assert all(after[name] is params[name] for name in params)
-    assert all(after[name].span == span for name, span in before.items())
-    assert after["1.weight"].grad is not None
-    assert after["1.bias"].grad is None
-    layout = managed_unit_of(model).unit.layout
-    segments = [(s.trainable, [slot.spec.name for slot in s.slots]) for s in layout.segments]
-    assert segments == [
-        (True, ["0.weight", "0.bias", "2.weight"]),
-        (False, ["1.bias", "2.bias"]),
-        (True, ["1.weight"]),
-    ]
-
-
-@pytest.mark.parametrize("door", ["wrapper", "function"])
-@on_ranks(2)
-def test_the_original_parameters_are_given_back(comm, door):
-    layer = nn.Linear(64, 64, bias=False)
-    original = weakref.ref(layer.weight)
-    if door == "wrapper":
-        FullyShardedDataParallel(layer, comm)
-    else:
-        fully_shard(layer, mesh=comm)
-    assert original() is None
-
-
-@on_ranks(2)
 def test_weights_put_in_after_sharding_are_given_back(comm):
     layer = fully_shard(nn.Linear(64, 64, bias=False, device="meta"), mesh=comm)
     layer.weight = nn.Parameter(torch.ones(64, 64))
     whole = weakref.ref(layer.weight)
     layer(torch.ones(1, 64)).sum().backward()
     assert whole() is None
-
-
-@pytest.mark.parametrize("change", ["thaw", "convert", "tie"])
-@on_ranks(2)
-def test_whole_parameters_are_given_back_after_a_unit_was_laid_out_anew(comm, change):
-    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
-    model[0].requires_grad_(change != "thaw")
-    fully_shard(model, mesh=comm)
-    gathered = managed_unit_of(model).unit.gather_values
-    whole = []
-
-    def noted():
-        values = gathered()
-        whole.extend(weakref.ref(each.untyped_storage()) for each in values.flats)
-        return values
-
-    managed_unit_of(model).unit.gather_values = noted
-    if change == "thaw":
-        model[0].requires_grad_(True)
-    elif change == "convert":
-        model.double()
-    else:
-        model[1].weight = model[0].weight
-    model(torch.ones(1, 64, dtype=model[0].weight.dtype)).sum().backward()
-    assert whole
-    assert not any(each() for each in whole)

@@ -6,7 +6,6 @@ import random
 import weakref
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 from support.optimizers import CASES, FORMS, OPTIMIZERS
@@ -151,39 +150,6 @@ def test_what_lies_together_is_stepped_together(comm):
     assert list(map(id, collected(optimizer))) == list(map(id, flat.params))
 
 
-@on_ranks(1)
-def test_memory_of_others_is_not_taken_for_a_run(comm):
-    flat = Flat(comm, values(0))
-    optimizer = torch.optim.AdamW(flat.params)
-    flat.set_grads(values(1))
-    optimizer.step()
-    assert len(collected(optimizer)) == 4
-    memory = np.zeros(flat.shard.numel(), np.float32)
-    start = 0
-    for param in flat.params:  # neighbours, but each a storage of its own
-        numel = -(-param.numel() // 32) * 32
-        local = torch.from_numpy(memory[start : start + numel])[: param.numel()]
-        param.grad = ShardedParameter.value(local, param.ownership)
-        start += numel
-    assert [type(tensor) for tensor in collected(optimizer)] == [Tensor] * len(SHAPES)
-    apart = torch.zeros(2 * 128)[::2]  # as many elements as the first, not side by side
-    flat.params[0].grad = ShardedParameter.value(apart, flat.params[0].ownership)
-    assert type(collected(optimizer)[0]) is ShardedParameter
-
-
-@on_ranks(1)
-def test_state_that_became_a_plain_tensor_ends_its_run(comm):
-    flat = Flat(comm, values(0))
-    optimizer = torch.optim.AdamW(flat.params)
-    flat.set_grads(values(1))
-    optimizer.step()
-    assert len(collected(optimizer)) == 4
-    state = optimizer.state[flat.params[0]]
-    state["exp_avg"] = state["exp_avg"].full_tensor()
-    kinds = [type(tensor) for tensor in collected(optimizer)]
-    assert kinds == [ShardedParameter, *[Tensor] * 4]
-
-
 @pytest.mark.parametrize("form", FORMS)
 @on_ranks(1)
 def test_an_optimizer_collects_again_only_what_has_changed(comm, form):
@@ -279,22 +245,6 @@ def test_any_sequence_of_what_users_do(comm, seed, form):
     assert_same(flat.params, optimizer, plain, reference)
 
 
-@pytest.mark.parametrize("name", ["sgd-momentum", "adam-amsgrad"])
-@on_ranks(2)
-def test_runs_that_overlap_take_turns(comm, name):
-    flat = Flat(comm, values(0))
-    plain = [nn.Parameter(value) for value in values(0)]
-    optimizer, reference = OPTIMIZERS[name](flat.params), OPTIMIZERS[name](plain)
-    for step in range(1, 7):
-        flat.set_grads(values(step))
-        set_grads(plain, values(step))
-        if step % 2 == 0:  # the first run begins later
-            flat.params[0].grad = plain[0].grad = None
-        optimizer.step()
-        reference.step()
-    assert_same(flat.params, optimizer, plain, reference)
-
-
 @on_ranks(1)
 def test_steps_that_never_repeat_are_left_as_they_are(comm):
     flat = Flat(comm, values(0))
@@ -356,24 +306,6 @@ def test_a_skipped_step_is_counted_for_none():
     for result in LocalWorld(2).run(body):
         assert all(map(torch.equal, result, [param.detach() for param in plain]))
 
-
-@on_ranks(1)
-def test_hooks_of_users_see_each_parameter_as_ever(comm):
-    flat = Flat(comm, values(0))
-    optimizer = torch.optim.SGD(flat.params, lr=0.1, momentum=0.9)
-    seen = []
-
-    def look(optimizer, args, kwargs):
-        assert set(optimizer.state) <= set(flat.params)
-        assert optimizer.param_groups[0]["params"] == flat.params
-        seen.append(len(optimizer.state))
-
-    optimizer.register_step_pre_hook(look)
-    optimizer.register_step_post_hook(look)
-    for step in (1, 2, 3):
-        flat.set_grads(values(step))
-        optimizer.step()
-    assert seen == [0, 9, 9, 9, 9, 9]
     # Lists of parameters compare by identity first, so that == above compares no values.
 
 
@@ -439,35 +371,6 @@ def test_classes_that_nobody_knows_step_as_they_are(comm):
 def test_the_classes_are_those_that_collect_lists():
     for kind in ELEMENTWISE:
         assert callable(kind._init_group)
-
-
-@on_ranks(2)
-def test_a_sharded_model_trains_as_with_a_class_that_nobody_knows(comm):
-    class Apart(torch.optim.AdamW):
-        pass
-
-    def train(comm, kind, form):
-        generator = torch.Generator().manual_seed(0)
-        model = nn.Sequential(
-            *(nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32)) for _ in range(2))
-        )
-        for param in model.parameters():
-            nn.init.uniform_(param, -0.2, 0.2, generator=generator)
-        for layer in model:
-            fully_shard(layer, mesh=comm)
-        fully_shard(model, mesh=comm)
-        optimizer = kind(model.parameters(), **form)
-        for _ in range(3):
-            model(torch.randn(4, 32, generator=generator)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        if kind is not Apart:
-            assert len(MergedStep.of(optimizer)._plans) == 1
-        return [param.full_tensor() for param in model.parameters()]
-
-    for form in FORMS.values():
-        got, expected = train(comm, torch.optim.AdamW, form), train(comm, Apart, form)
-        assert all(map(torch.equal, got, expected))
 
 
 @pytest.mark.parametrize(

@@ -21,16 +21,15 @@ from fullshard.core.errors import (
     ConfigurationError,
     NotSupportedError,
     UnshardedOperationError,
-    UsageError,
 )
 from fullshard.testing import LocalComm, LocalWorld
 from fullshard.torch import fully_shard
-from fullshard.torch.optim.checks import optimizer_state_bytes, watch_optimizers
+from fullshard.torch.optim.checks import watch_optimizers
 from fullshard.torch.optim.clipping import clip_grad_norm_
 from fullshard.torch.state.optimizers import refuse_state_of_another
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.tensor.reductions import GlobalScalar, global_norms, global_sum
-from fullshard.torch.unit.guards.replaced import mark_replaced, name_of_replacement
+from fullshard.torch.unit.guards.replaced import mark_replaced
 
 watch_optimizers()  # as the first sharding does
 
@@ -132,31 +131,6 @@ def test_optimizer_state_survives_its_state_dict(comm):
     assert all(torch.equal(p.local, twin.local) for p, twin in zip(params, twins, strict=True))
 
 
-def test_state_bytes_are_those_of_the_spans_and_of_the_step_counts():
-    def body(comm):
-        params = sharded(comm, values(0))
-        optimizer = torch.optim.AdamW(params, lr=0.1)
-        assert optimizer_state_bytes(optimizer) == 0
-        set_grads(params, values(1))
-        optimizer.step()
-        held = sum(param.span.numel for param in params)
-        assert optimizer_state_bytes(optimizer) == 2 * 4 * held + 4 * len(params)
-        return held
-
-    assert sum(LocalWorld(3).run(body)) == sum(value.numel() for value in values(0))
-
-
-@on_ranks(2)
-def test_zero_grad_in_both_ways(comm):
-    params = sharded(comm, values(0))
-    optimizer = torch.optim.SGD(params, lr=0.1)
-    set_grads(params, values(1))
-    optimizer.zero_grad(set_to_none=False)
-    assert all(not param.grad.local.any() for param in params)
-    optimizer.zero_grad()
-    assert all(param.grad is None for param in params)
-
-
 # ---- clipping -----------------------------------------------------------------------------------
 
 
@@ -219,59 +193,7 @@ def test_who_adds_global_norms_up_over_ranks_is_warned():
     reduce(squares.full_tensor(), dist.ReduceOp.SUM)
 
 
-@on_ranks(3)
-def test_a_nan_on_one_rank_is_seen_by_all(comm):
-    params = sharded(comm, values(0))
-    set_grads(params, values(1))
-    if comm.rank == 1:
-        next(p for p in params if p.span.numel).grad.local[0] = float("nan")
-    assert nn.utils.get_total_norm([p.grad for p in params], float("inf")).isnan()
-    with pytest.raises(RuntimeError, match="non-finite"):
-        nn.utils.clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
-
-
-@on_ranks(2)
-def test_clip_grad_value(comm):
-    params = sharded(comm, values(0))
-    set_grads(params, values(1))
-    nn.utils.clip_grad_value_(params, 0.1)
-    grads = [param.grad.full_tensor() for param in params]
-    for got, full in zip(grads, values(1), strict=True):
-        assert torch.equal(got, full.clamp(-0.1, 0.1))
-
-
 # ---- refusals -----------------------------------------------------------------------------------
-
-
-def test_an_optimizer_from_before_sharding_is_found_at_its_first_step():
-    original = nn.Parameter(torch.ones(3))
-    late = nn.Parameter(torch.ones(2))
-    stepped = torch.optim.SGD([late], lr=1.0)
-    fresh = torch.optim.SGD([original], lr=1.0, momentum=0.9)
-    original.grad, late.grad = torch.ones(3), torch.ones(2)
-    assert name_of_replacement(original) is None
-    mark_replaced(original, "layer.weight")
-    assert name_of_replacement(original) == "layer.weight"
-    assert name_of_replacement(None) is None
-    with pytest.raises(UsageError, match=r"SGD was created before .*'layer\.weight'"):
-        fresh.step()
-    assert torch.equal(original, torch.ones(3))
-    assert not fresh.state
-    stepped.step()
-    mark_replaced(late, "head.bias")
-    with pytest.raises(UsageError, match=r"'head\.bias'"):
-        stepped.step(lambda: 0.0)
-    assert torch.equal(late, torch.zeros(2))
-
-
-def test_a_parameter_group_added_later_is_looked_at_too():
-    kept, replaced = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
-    optimizer = torch.optim.SGD([kept], lr=1.0)
-    mark_replaced(replaced, "late")
-    optimizer.step()
-    optimizer.add_param_group({"params": [replaced]})
-    with pytest.raises(UsageError, match="'late'"):
-        optimizer.step()
 
 
 def test_optimizers_that_need_whole_tensors_are_refused_by_name():

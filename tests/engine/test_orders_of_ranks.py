@@ -119,22 +119,6 @@ def test_norms_and_sums_of_different_parameters_are_not_mixed(group):
     get_optimizer_state_dict(nn.ParameterList(by_rank[0]), optimizer)
 
 
-def test_two_models_with_the_same_names_stay_apart():
-    def body(comm):
-        models = [nn.Linear(3, 2), nn.Linear(3, 2)]
-        for number, model in enumerate(models):
-            for param in model.parameters():
-                nn.init.constant_(param, number)
-        models = [FSDP(model, comm) for model in models]
-        turned = models[:: -1 if comm.rank else 1]
-        params = [param.detach() for model in turned for param in model.parameters()]
-        return [float(norm) for norm in torch._foreach_norm(params)]
-
-    first, second = LocalWorld(2).run(body)
-    assert first[2:] == second[:2]
-    assert first[:2] == second[2:] == [0.0, 0.0]
-
-
 def test_a_file_of_weights_whose_entries_differ_is_not_begun(tmp_path):
     def body(comm):
         model = FSDP(seeded(lambda: nn.Linear(3, 2)), comm)

@@ -2,8 +2,6 @@
 """What training libraries expect of FSDP1: optimizers that follow, and flat parameters to cast."""
 
 import copy
-import sys
-import threading
 
 import pytest
 import torch
@@ -88,33 +86,6 @@ def test_every_group_is_found(comm):
     model = FSDP(model, comm, use_orig_params=True)
     found = [param for group in optimizer.param_groups for param in group["params"]]
     assert [id(param) for param in found] == [id(param) for param in model.parameters()]
-
-
-@pytest.mark.long
-@on_ranks(1)
-def test_tuples_that_another_thread_is_building_are_left_alone(comm):
-    errors, over = [], threading.Event()
-
-    def build():
-        while not over.is_set():
-            try:
-                tuple(number for number in range(40))
-            except SystemError as error:
-                errors.append(error)
-
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    thread = threading.Thread(target=build)
-    thread.start()
-    for _ in range(8):
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        wrapped(model, comm)
-        assert type(optimizer.param_groups[0]["params"][0]) is ShardedParameter
-    over.set()
-    thread.join()
-    sys.setswitchinterval(before)
-    assert errors == []
 
 
 @on_ranks(2)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from support.beside import grid, shard
 from support.models import GPT, Block, seeded
-from support.threads import on_ranks, without_collector
+from support.threads import on_ranks
 from torch import nn
 
 from fullshard.core.errors import NotSupportedError, UsageError
@@ -272,19 +272,6 @@ def test_a_group_added_later_is_stepped_in_backward_too(comm, plain):
     backward(model)
     with pytest.raises(UsageError, match="has been used in backward"):
         others[0].grad.norm()
-
-
-def test_without_its_optimizer_a_model_has_gradients(plain):
-    def body(comm):
-        model, optimizer = overlapped(comm, plain)
-        state = weakref.ref(optimizer)
-        del optimizer
-        assert state() is None
-        backward(model)
-        assert all(type(param.grad) is ShardedParameter for param in model.parameters())
-
-    with without_collector():
-        LocalWorld(2).run(body)
 
 
 def clip(model, optimizer):

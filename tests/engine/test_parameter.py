@@ -57,16 +57,6 @@ def test_it_is_a_parameter_of_global_shape_that_holds_a_span():
     assert LocalWorld(3).run(body) == [Span(0, 64), Span(64, 100), Span(100, 100)]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5, 8])
-@on_ranks("world")
-def test_the_full_tensor_is_the_original(comm, world):
-    for param, full in zip(sharded(comm, values()), values(), strict=True):
-        got = param.full_tensor()
-        assert type(got) is Tensor
-        assert not got.requires_grad
-        assert torch.equal(got, full)
-
-
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=5))
 def test_any_tiling_gives_the_full_tensor_and_norm(lengths):
@@ -366,22 +356,6 @@ def test_norms_are_those_of_the_whole(order, world):
 
     first, *others = LocalWorld(world).run(body)
     assert all(torch.equal(first, other) for other in others)
-
-
-def test_a_list_of_norms_is_one_collective_and_a_comparison():
-    calls = []
-
-    class Counting(LocalComm):
-        def all_reduce(self, tensors, op="sum", label=""):
-            calls.append(self.rank)
-            return super().all_reduce(tensors, op)
-
-    def body(comm):
-        counting = Counting(comm.world, range(comm.size), comm.rank)
-        torch._foreach_norm([param.detach() for param in sharded(counting, values())])
-
-    LocalWorld(2).run(body)
-    assert sorted(calls) == [0, 0, 1, 1]
 
 
 @on_ranks(3)

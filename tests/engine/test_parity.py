@@ -50,16 +50,6 @@ def test_wrapper_door(dtype, name, strategy, prefetch, world):
     compare(name, dtype, runs)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", ["gpt", "nested"])
-def test_bf16_parameters(name, strategy):
-    """Bit by bit too: reduces add in fp32 and round once, as the reference does."""
-    runs = LocalWorld(3).run(
-        lambda comm: train_sharded(comm, name, torch.bfloat16, strategy=strategy)
-    )
-    compare(name, torch.bfloat16, runs)
-
-
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize("eager", [False, True], ids=["late", "eager"])

@@ -49,14 +49,6 @@ def test_outputs_may_go_once_they_have_been_waited_for():
     assert witness.pending is None
 
 
-def test_a_later_collective_is_still_looked_at():
-    witness, works, later = a_witness(), [Work()], [Work()]
-    pending = _Pending(witness, "a gather", works, None, CPU)
-    witness.pending = ("another gather", 2.0, later)
-    pending.wait()
-    assert witness.pending == ("another gather", 2.0, later)
-
-
 def test_on_a_device_a_mark_is_looked_at_instead(monkeypatch):
     event = SimpleNamespace(query=lambda: event.done, done=False)
     stream = SimpleNamespace(record_event=lambda: event)
@@ -108,18 +100,6 @@ class Group:
         name = "gloo" if device.type == "cpu" else "nccl"
         backend = SimpleNamespace(name=lambda: name, options=self._options[device.type])
         return backend if name == "gloo" else SimpleNamespace(name=lambda: name, wrapped_pg=backend)
-
-
-def test_derived_groups_get_a_copy_of_their_parents_options():
-    options = NcclOptions()
-    group = Group(cpu=dist.ProcessGroupGloo._Options(), cuda=options)
-    plain, urgent = options_like(group), options_like(group, high_priority=True)
-    assert (plain.is_high_priority_stream, urgent.is_high_priority_stream) == (False, True)
-    assert [each.config.min_ctas for each in (plain, urgent)] == [4, 4]
-    assert plain.config is not options.config
-    assert plain.split_from is None
-    assert options.split_from is not None
-    assert not options.is_high_priority_stream
 
 
 def test_options_that_nobody_takes_or_can_copy_are_left_out():

@@ -148,29 +148,6 @@ def test_foreach_with_a_number_first(comm):
     torch.testing.assert_close(whole(list(got)), [2.0**full, 2.0 ** (full * 2)])
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-@pytest.mark.parametrize("order", [1, 2, float("inf"), -float("inf")])
-@on_ranks(3)
-def test_norms_of_what_is_not_finite(comm, bad, order):
-    full = torch.linspace(-1.0, 2.0, 60).view(5, 12)
-    full[4, 11] = bad  # the last rank alone sees it
-    expected = torch.linalg.vector_norm(full, order)
-    norm = sharded(full, comm).norm(order).full_tensor()
-    torch.testing.assert_close(norm, expected, equal_nan=True)
-
-
-@on_ranks(3)
-def test_a_list_of_norms_in_several_dtypes(comm):
-    fulls = [
-        torch.linspace(0.0, 1.0, 40, dtype=dtype)
-        for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float32)
-    ]
-    norms = torch._foreach_norm([sharded(full, comm) for full in fulls])
-    assert [norm.dtype for norm in norms] == [full.dtype for full in fulls]
-    for norm, full in zip(norms, fulls, strict=True):
-        torch.testing.assert_close(norm.full_tensor(), full.norm())
-
-
 def test_a_norm_can_be_kept_as_a_copy():
     norm = torch.tensor(2.0).as_subclass(GlobalScalar)
     kept, again = copy.deepcopy([norm, norm])

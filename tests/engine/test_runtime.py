@@ -16,7 +16,6 @@ from support.stack import WIDTH, Stack, shard_stack, step
 from support.threads import on_ranks
 from support.training import shard
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.testing import LocalWorld
@@ -136,18 +135,6 @@ def test_collectives_come_in_the_same_order_when_nobody_looks(comm, forward):
     assert orders[2] == orders[3]
     if forward is Stack.forward:
         assert orders[2] == [op for op in PINNED[1].split() if op[0] in "GR"]
-
-
-@on_ranks(2)
-def test_gradients_that_nobody_has_reduced_are_known_to_be_there(comm):
-    model = shard_stack(comm, layers=3)
-    last = model.blocks[2]
-    last.forward = lambda x: nn.Sequential.forward(last, x.detach())  # x awaits its gradient
-    model.set_requires_gradient_sync(False)
-    for _ in range(2):
-        step(model)
-    states = [managed_unit_of(block).unit.state for block in model.blocks]
-    assert states == [UnitState.RESTING, UnitState.RESTING, UnitState.GRADS]
 
 
 @on_ranks(2)
@@ -278,19 +265,6 @@ def test_accumulation_without_communication(name, strategy, door):
         assert held == 0
 
 
-def test_backward_twice_through_a_retained_graph():
-    batch = make_batches("nested", 1, 2)[0]
-
-    def body(model):
-        loss = loss_of(model(batch[0]), batch[1])
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return gradients(model)
-
-    for found in run_sharded("nested", body):
-        assert_equal_gradients(found, plain_gradients("nested", [batch, batch]))
-
-
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_evaluation_between_and_within_steps(mode):
     batches = make_batches("gpt", 2, 2)
@@ -414,21 +388,6 @@ def test_units_that_one_rank_does_not_use_are_reduced_in_the_order_of_the_other(
     assert_equal_gradients(second, expected)
 
 
-@on_ranks(2)
-def test_a_unit_run_without_gradients_inside_a_step_gets_none(comm):
-    def run(m, x):
-        with torch.no_grad():
-            wanted = m.teacher(x)
-        return (m.pupil(x) - wanted).square().mean()
-
-    model = Made(run, teacher=nn.Linear(4, 4), pupil=nn.Linear(4, 4))
-    beside.shard(model, comm, units=("teacher", "pupil"))
-    for _ in range(2):
-        model(torch.ones(1, 4)).backward()
-    trained = [name for name, p in model.named_parameters() if p.grad is not None]
-    assert trained == ["pupil.weight", "pupil.bias"]
-
-
 def view(m, x):
     """The output of a unit is a view that is changed in place."""
     y = m.block(m.first(x))
@@ -531,30 +490,6 @@ def test_graphs_are_not_kept(comm, backward):
     assert [reference() for reference in alive] == [None] * 3
 
 
-def test_an_ignored_parameter_behind_frozen_weights():
-    def prompted():
-        def run(m, x):
-            return m.a(x) + torch.tanh(m.b(torch.tanh(m.prompt)))
-
-        a, b = (nn.Linear(4, 4).requires_grad_(False) for _ in range(2))
-        return Made(run, a=a, b=b, prompt=nn.Parameter(torch.ones(1, 4)))
-
-    inputs = torch.linspace(0, 1, 8).view(2, 4)
-    plain = prompted()
-    plain(inputs).square().sum().backward()
-    state = plain.state_dict()
-
-    def body(comm):
-        model = prompted()
-        model.load_state_dict(state)
-        fully_shard(model, mesh=comm, reshard_after_forward=True, ignored_params={model.prompt})
-        model(inputs.clone().requires_grad_()).square().sum().backward()
-        return model.prompt.grad
-
-    for found in LocalWorld(2).run(body):
-        torch.testing.assert_close(found, plain.prompt.grad)
-
-
 @on_ranks(2)
 def test_a_root_whose_output_is_unknown_is_reduced(comm):
     model = fully_shard(hidden_block(), mesh=comm)
@@ -638,29 +573,6 @@ def test_a_unit_stays_full_while_a_tied_parameter_is_reached_through_it(comm):
     model(torch.ones(2, 5)).sum().backward()
     grad = model.weight.grad.full_tensor()
     assert torch.equal(grad, torch.full((5, 5), 6.0))
-
-
-@on_ranks(2)
-def test_an_output_that_is_an_input_recomputed(comm):
-    """Reentrant checkpointing returns a view of what it passes through: the unit's output."""
-
-    def passes(m, x):
-        return checkpoint(lambda y: y, x * m.scale, use_reentrant=True)
-
-    def part(m, x):
-        return m.inner(x + m.bias)
-
-    inner = Made(passes, scale=nn.Parameter(torch.ones(5)))
-    model = Made(
-        lambda m, x: checkpoint(part, m, x, use_reentrant=False),
-        bias=nn.Parameter(torch.zeros(5)),
-        inner=inner,
-    )
-    beside.shard(model, comm, units=("inner",))
-    for _ in range(3):
-        model.zero_grad()
-        model(torch.ones(2, 5)).sum().backward()
-    assert model.bias.grad.full_tensor().tolist() == [2.0] * 5
 
 
 def test_units_that_share_an_input_are_freed_one_by_one():

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.beside import DOORS, shard
-from support.models import GPT, make, seeded
+from support.models import make, seeded
 from support.threads import on_ranks
 from support.world import on_processes
 from torch import nn
@@ -78,15 +78,6 @@ def test_values_in_other_strides_are_the_same(comm):
     values = torch.arange(12.0).view(3, 4)
     layer.weight = nn.Parameter(values.t().contiguous().t() if comm.rank else values)
     fully_shard(layer, mesh=comm)
-
-
-@on_ranks(2)
-def test_tied_parameters_and_units_inside_are_compared_once(comm):
-    model = seeded(lambda: GPT(tied=True))
-    for block in model.blocks:
-        fully_shard(block, mesh=comm)
-    fully_shard(model.embed, mesh=comm)
-    fully_shard(model, mesh=comm)
 
 
 @on_ranks(2)

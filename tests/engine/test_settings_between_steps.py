@@ -3,7 +3,6 @@
 
 import contextlib
 import math
-import warnings
 from collections import OrderedDict, defaultdict
 
 import pytest
@@ -14,7 +13,7 @@ from support.sampling import survey
 from support.threads import on_ranks
 from support.world import on_processes
 from torch import nn
-from torch.distributed.checkpoint.state_dict import _get_fqns, get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import Optimizer
@@ -87,28 +86,6 @@ def test_what_was_changed_before_an_error_in_summon_stays_changed(comm, door, al
             param.fill_(0.5)
         raise KeyError("of the user's own")
     assert all(bool((p.full_tensor() == 0.5).all()) for p in model.parameters())
-
-
-@pytest.mark.long
-@both_doors
-@both_layouts
-def test_names_of_compiled_parts_are_pytorchs(door, align):
-    """So that `torch.distributed.checkpoint.state_dict` finds the modules."""
-
-    with warnings.catch_warnings(action="ignore"):  # of what the compiler itself imports
-        torch.compile(nn.Linear(1, 1))
-
-    def body(comm):
-        model = net()
-        model[0] = torch.compile(model[0])
-        model = sharded(comm, door, align, model)
-        names = [name for name, _ in model.named_parameters()]
-        assert names[:2] == ["0._orig_mod.weight", "0._orig_mod.bias"]
-        assert set(names) == set(model.state_dict())
-        if door == "function":
-            assert _get_fqns(model, names[0]) == {"0.weight"}
-
-    LocalWorld(2).run(body)
 
 
 @pytest.mark.parametrize(

@@ -79,27 +79,6 @@ def test_pad_to_longest(sizes, counts, door):
     compare(LocalWorld(len(counts)).run(body), steps_of_one_process(batches, counts))
 
 
-def test_weights_make_up_for_ranks_without_a_batch():
-    def body(comm):
-        mine = ["a", "b", "c"][: comm.rank + 1]
-        return list(pad_to_longest(iter(mine), comm))
-
-    assert LocalWorld(3).run(body) == [
-        [("a", 1.0), ("a", 0.0), ("a", 0.0)],
-        [("a", 1.0), ("b", 1.5), ("b", 0.0)],
-        [("a", 1.0), ("b", 1.5), ("c", 3.0)],
-    ]
-
-
-def test_weights_are_shares_of_all_that_counts():
-    sizes = [[1, 0], [3, 0]]
-
-    def body(comm):
-        return [weight for _, weight in pad_to_longest(sizes[comm.rank], comm, size_of=float)]
-
-    assert LocalWorld(2).run(body) == [[0.5, 0.0], [1.5, 0.0]]
-
-
 def test_the_next_batch_is_asked_for_before_the_step():
     """So that its vote is under way meanwhile; and an iterator is not asked again after its end."""
 

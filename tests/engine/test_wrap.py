@@ -2,13 +2,11 @@
 """Wrapping policies choose the modules that ``torch.distributed.fsdp.wrap`` chooses."""
 
 import functools
-import threading
 
 import pytest
 import torch.distributed.fsdp.wrap as theirs
 from hypothesis import given
 from hypothesis import strategies as st
-from support.limits import PEERS_S
 from torch import nn
 
 import fullshard.wrap as ours
@@ -148,13 +146,6 @@ def test_a_shared_module_is_chosen_once_and_children_come_first():
     assert our_choice(root, ours.ModuleWrapPolicy({nn.Module})) == chosen
 
 
-def test_a_module_that_holds_its_root_ends():
-    root = nn.Sequential(nn.Sequential(nn.Linear(2, 2)))
-    root[0].append(root)
-    for policy in (ours.always_wrap_policy, ours.ModuleWrapPolicy({nn.Module})):
-        assert our_choice(root, policy) == ["0.0", "0"]
-
-
 LEAVES = [
     lambda: nn.Linear(2, 3),
     lambda: nn.Linear(5, 1, bias=False),
@@ -280,17 +271,6 @@ def test_wrap_outside_of_a_context_returns_the_module_itself():
     assert ours.wrap(module, forward_prefetch=True) is module
 
 
-def test_wrap_inside_a_context_wraps_with_its_arguments_and_overrides():
-    module = nn.Linear(2, 2)
-    with ours.enable_wrap(wrapper_cls=Wrapper, depth=1, mode="a"):
-        wrapped = ours.wrap(module, mode="b")
-        plain = ours.wrap(module)
-    assert wrapped.module is module
-    assert wrapped.kwargs == {"depth": 1, "mode": "b"}
-    assert plain.kwargs == {"depth": 1, "mode": "a"}
-    assert ours.wrap(module) is module
-
-
 def test_nested_contexts_restore_the_outer_one_also_after_an_error():
     module = nn.Linear(2, 2)
     with ours.enable_wrap(wrapper_cls=Wrapper, level="outer"):
@@ -301,23 +281,6 @@ def test_nested_contexts_restore_the_outer_one_also_after_an_error():
             raise KeyError
         assert ours.wrap(module).kwargs == {"level": "outer"}
     assert ours.wrap(module) is module
-
-
-def test_each_thread_has_its_own_context():
-    seen, both_inside = {}, threading.Barrier(2, timeout=PEERS_S)
-
-    def rank(number):
-        with ours.enable_wrap(wrapper_cls=Wrapper, rank=number):
-            both_inside.wait()
-            seen[number] = ours.wrap(nn.Linear(1, 1)).kwargs["rank"]
-            both_inside.wait()
-
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert seen == {0: 0, 1: 1}
 
 
 def test_enable_wrap_refuses_what_cannot_wrap():

@@ -154,7 +154,7 @@ def test_llama_in_bf16(way, adapters, one_rank, device, monkeypatch):
 
 @pytest.mark.parametrize(
     ("device", "beside", "offload"),
-    cases(*product(("backward", "forward"), (False, True)), also_on_cpu=[("backward", True)]),
+    cases(*product(("backward", "forward"), (False, True))),
     indirect=["device"],
 )
 def test_llama_with_steps_beside(beside, offload, one_rank, device, monkeypatch):
@@ -175,9 +175,7 @@ def test_llama_with_steps_beside(beside, offload, one_rank, device, monkeypatch)
 SCALERS = torch.amp.GradScaler, ShardedGradScaler
 
 
-@pytest.mark.parametrize(
-    ("device", "scaler_class"), cases(*SCALERS, also_on_cpu=SCALERS[:1]), indirect=["device"]
-)
+@pytest.mark.parametrize(("device", "scaler_class"), cases(*SCALERS), indirect=["device"])
 def test_llama_in_fp16_with_a_scaler(scaler_class, one_rank, device):
     expected = as_one_process(llama(device), device)
     found = trained(

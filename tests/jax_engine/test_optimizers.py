@@ -69,9 +69,9 @@ def test_optimizers_that_ask_for_the_loss_elsewhere():
     opaque = contrib.sam(optax.sgd(1e-2), optax.sgd(1e-2), opaque_mode=True)
     for tx in (opaque, optax.lbfgs()):
         step = make_train_step(tree(), tx, loss, create_mesh(fsdp=2))
-        losses, _, _ = models.train_sharded(step, batches[:1] * 3)
+        losses, _, _ = models.train_sharded(step, batches[:1] * 2)
         params, state, expected = tree(), tx.init(tree()), []
-        for batch in batches[:1] * 3:
+        for batch in batches[:1] * 2:
             value_fn = lambda p, batch=batch: loss(p, batch)  # noqa: E731
             value, grads = jax.value_and_grad(value_fn)(params)
             more = {"value": value, "grad": grads, "value_fn": value_fn}

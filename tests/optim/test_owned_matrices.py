@@ -20,7 +20,6 @@ from support.owned_matrices import (
     train,
     wrapped,
 )
-from support.sampling import THOROUGH
 from support.threads import on_ranks
 from torch import nn
 
@@ -30,7 +29,7 @@ from fullshard.core.grouping import muon_work
 from fullshard.testing import LocalWorld
 from fullshard.torch.tensor.parameter import ShardedParameter
 
-WORLDS = (1, 2, 3, 4, 5, 8) if THOROUGH else (1, 3, 8)
+WORLDS = (1, 3, 5)
 WRAPPED = "_fsdp_wrapped_module."
 
 
@@ -157,7 +156,7 @@ def test_state_dicts_are_those_of_one_process_and_load_on_any_number_of_ranks():
         return full(model), grads
 
     (alone_values, _) = LocalWorld(1).run(go_on)[0]
-    for world in (2, 4, 8):
+    for world in (2, 4):
         for got, _ in LocalWorld(world).run(go_on):
             assert_equal(got, alone_values)
 
@@ -282,24 +281,6 @@ def test_units_of_a_large_model_are_even_if_dealt_out_together():
     assert max(loads) <= 1.1 * sum(loads) / len(loads)
 
 
-def test_units_dealt_out_together_are_stepped_as_by_one_process():
-    def together(comm):
-        model = copy.deepcopy(TEMPLATE)
-        whole = fs.WholeMatrices(*model.blocks)
-        for block in model.blocks:
-            fs.fully_shard(block, mesh=comm, align=whole)
-        return fs.fully_shard(model, mesh=comm)
-
-    def trained(comm):
-        model = together(comm)
-        train(model, muon_and_adamw(model), comm.rank)
-        return full(model)
-
-    expected = alone(3)
-    for values in LocalWorld(3).run(trained):
-        assert_equal(values, expected)
-
-
 @pytest.mark.long
 def test_matrices_dealt_out_on_the_meta_device_are_stepped_as_by_one_process():
     values = {name: param.detach().clone() for name, param in TEMPLATE.named_parameters()}
@@ -333,50 +314,11 @@ def test_what_is_not_among_matrices_dealt_out_together_is_dealt_out_behind_them(
     assert LocalWorld(2).run(body) == [3, 3]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("door", DOORS)
-def test_accumulation_on_ranks_that_are_no_power_of_two(door):
-    def body(comm):
-        model = DOORS[door](comm)
-        optimizers = muon_and_adamw(model, lambda name: name.replace(WRAPPED, ""))
-        train(model, optimizers, comm.rank, parts=3)
-        return full(model)
-
-    expected = alone(3, parts=3)
-    for values in LocalWorld(3).run(body):
-        assert_equal(values, expected)
-
-
-@pytest.mark.long
-def test_checkpoints_load_on_other_numbers_of_ranks_and_into_other_layouts(tmp_path):
-    def save(comm):
-        model = sharded(comm)
-        optimizers = muon_and_adamw(model)
-        train(model, optimizers, comm.rank)
-        fs.save_checkpoint(tmp_path, model, optimizers[0], step=1)
-        return full(model)
-
-    def load(comm, make=sharded):
-        model = make(comm)
-        muon = muon_and_adamw(model, lambda name: name.replace(WRAPPED, ""))[0]
-        fs.load_checkpoint(tmp_path, model, muon)
-        return full(model), [
-            state["momentum_buffer"].full_tensor() for state in muon.state_dict()["state"].values()
-        ]
-
-    expected = LocalWorld(3).run(save)[0]
-    (_, buffers) = LocalWorld(1).run(load)[0]
-    for world, make in ((2, sharded), (5, sharded), (4, wrapped)):
-        for values, got in LocalWorld(world).run(lambda comm, make=make: load(comm, make)):
-            assert all(torch.equal(values[name], expected[name]) for name in expected)
-            assert all(map(torch.equal, got, buffers))
-
-
 LAYOUTS = [(sharded, "matrix"), (sharded, "row"), (wrapped, "matrix"), (wrapped, "element")]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("saved", LAYOUTS[:2] + LAYOUTS[3:])
+@pytest.mark.parametrize("saved", [LAYOUTS[0], LAYOUTS[3]])
 def test_checkpoints_go_between_matrices_rows_and_elements(saved, tmp_path):
     """A step behind loading is that of one process, so what was loaded is whole and in place."""
 

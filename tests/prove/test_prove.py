@@ -197,13 +197,9 @@ def test_a_file_in_the_way_is_refused(tmp_path):
         main(["--out", str(tmp_path / "file")])
 
 
-def test_losses_are_proved_end_to_end(tmp_path, monkeypatch, gloo_world):
+def test_losses_are_proved_end_to_end(tmp_path, monkeypatch, kept_local_ranks):
     """Kept ranks, two steps of every engine; nothing of the judgement is made up."""
-
-    def run_on_kept_ranks(function, arguments, nproc, timeout_s):
-        return gloo_world.launch(nproc, function, *arguments)[0]
-
-    monkeypatch.setattr("fullshard.prove.training.run_local_ranks", run_on_kept_ranks)
+    kept_local_ranks("fullshard.prove.training")
     monkeypatch.setattr(losses, "TRAININGS", TRAININGS[:1])
     monkeypatch.setattr(command, "FAST", replace(command.FAST, steps=2, timeout_s=PROCESS_S))
     assert main(["--fast", "--only", "losses", "--out", str(tmp_path)]) == 0

@@ -230,18 +230,6 @@ def patterns(ranks, seed, most=1, least=0):
     return [dict(zip(PARTS, row, strict=True)) for row in drawn]
 
 
-STEPS_ON_GLOO = 6
-
-
-def steps_on_gloo(ranks):
-    return [[patterns(ranks, seed, most=2)] for seed in range(STEPS_ON_GLOO)]
-
-
-def train_on_gloo(group):
-    ranks = group.size()
-    return train(sharded(group, "fully_shard"), group.rank(), ranks, steps_on_gloo(ranks))
-
-
 class Expert(nn.Linear):
     pass
 
@@ -343,9 +331,8 @@ def routes(ranks, seed):
 
 def mark_differently(comm):
     model = sharded(comm, "fully_shard", mark=False)
-    rank = comm.rank if isinstance(comm.rank, int) else comm.rank()
-    mark_optional(*((model.eye, model.ear) if rank else (model.eye,)))
+    mark_optional(*((model.eye, model.ear) if comm.rank else (model.eye,)))
     try:
-        model(texts(2, 0)[rank], {})
+        model(texts(2, 0)[comm.rank], {})
     except ConfigurationError as error:
         return str(error)

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A training script in the manner of a user's, run as ranks by `test_distributed`.
 
-What it prints beside its own log lines is one line of JSON. With the argument "forget" it does not
-clean up, with "fail" rank 1 raises in mid-training.
+What it prints beside its own log lines is one line of JSON. It does not clean up.
 """
 
 import json
-import sys
 
 import fullshard as sft
 
@@ -22,29 +20,22 @@ from fullshard.torch import FullyShardedDataParallel, inspection  # noqa: E402
 torch.set_num_threads(1)
 torch.manual_seed(0)
 model = FullyShardedDataParallel(torch.nn.Linear(16, 16).to(sft.get_device()))
-try:
-    for epoch in range(2):
-        if "fail" in sys.argv and dist.get_rank() == 1 and epoch == 1:
-            raise ValueError("rank 1 has had enough")
-        loss = model(torch.ones(2, 16)).square().mean()
-        loss.backward()
-        sft.log(f"Epoch {epoch}, loss {loss.item():.4f}")
-    sft.log("told by all", all_ranks=True)
-    memory = inspection.memory_of_ranks()
-    print(
-        json.dumps(
-            {
-                "rank": dist.get_rank(),
-                "size": dist.get_world_size(),
-                "backend": dist.get_backend_config(),
-                "ranks": [each.rank for each in memory],
-                "differ": len({each.host_rss_bytes for each in memory}),
-                "span": inspection.describe(model).parameters[0].span.numel,
-            }
-        ),
-        flush=True,
-    )
-finally:
-    if "forget" not in sys.argv:
-        sft.cleanup()
-        sft.cleanup()
+for epoch in range(2):
+    loss = model(torch.ones(2, 16)).square().mean()
+    loss.backward()
+    sft.log(f"Epoch {epoch}, loss {loss.item():.4f}")
+sft.log("told by all", all_ranks=True)
+memory = inspection.memory_of_ranks()
+print(
+    json.dumps(
+        {
+            "rank": dist.get_rank(),
+            "size": dist.get_world_size(),
+            "backend": dist.get_backend_config(),
+            "ranks": [each.rank for each in memory],
+            "differ": len({each.host_rss_bytes for each in memory}),
+            "span": inspection.describe(model).parameters[0].span.numel,
+        }
+    ),
+    flush=True,
+)

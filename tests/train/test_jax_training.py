@@ -2,11 +2,7 @@
 """`fullshard train --engine jax` against the torch engine, from the same file of weights."""
 
 import dataclasses
-import json
-import os
 import signal
-import subprocess
-import sys
 
 import jax
 import numpy as np
@@ -14,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import jax_models as models
-from support import xla
 
 from fullshard.checkpoint import Files, open_checkpoint, steps_in
 from fullshard.core.errors import ConfigurationError
@@ -325,34 +320,3 @@ def test_a_trace_is_the_torch_engines():
 )
 def test_processes_of_a_host_share_its_accelerators(environ, devices):
     assert devices_of_process(environ) == devices
-
-
-@pytest.mark.thorough  # processes of JAX: tests/jax_engine/test_processes.py
-def test_two_processes_train_the_digits_together(tmp_path, unused_port):
-    settings = ["--model=mnist", "--engine=jax", "train.steps=2", "log.name=both", "log.every=1"]
-    settings += ["data.validation_samples=17", "train.batch=16"]
-    environ = {**os.environ, "XLA_FLAGS": xla.flags(1)}
-    environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(unused_port), "WORLD_SIZE": "2"}
-    environ |= {"LOCAL_WORLD_SIZE": "2"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "fullshard", "train", *settings],
-            env={**environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=tmp_path,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate(timeout=200) for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0], outputs
-    assert "over 2 CPU devices of 2 processes" in outputs[0][0]
-    said = [line for line in outputs[1][0].splitlines() if "[Gloo]" not in line]
-    assert not said  # the first process speaks for both
-    folder = tmp_path / "runs" / "both"
-    assert [path.name for path in folder.parent.iterdir()] == ["both"]
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["kind"] for line in lines] == ["train"] * 2 + ["validation"]
-    plain = torch_launch.build_model(resolve(model="mnist"))
-    plain.load_state_dict(load_file(folder / "model.safetensors"))

@@ -139,13 +139,14 @@ def _published(path: Path, record: dict[str, str]) -> Row:
     note = record["note"]
     told = f"{record['system']}; {record['source']}; {note}".lower()
     in_float8 = record["precision"].startswith(("fp8", "float8"))
+    compiled = re.search(r"\bcompiled?\b(?! loss)|torch\.compile", told) is not None
     run = Run(
         micro_batch=batch,
         sequence=length,
         **_precision(record["precision"]),
-        compiled=re.search(r"\bcompiled?\b(?! loss)|torch\.compile", told) is not None,
+        compiled=compiled,
         lora_rank=_lora(told),
-        loss=_loss(told),
+        loss=_loss(told, compiled),
         use_cache="keeps keys and values" in told,
         attention=_attention(told),
         experts=_experts(told),
@@ -228,13 +229,18 @@ def _lora(told: str) -> int:
     return int(_number(r"lora\D{0,6}(\d+)", told, 16)) if "lora" in told else 0
 
 
-def _loss(told: str) -> Loss:
-    """Such as ``chunked loss`` or ``liger cross-entropy``; torchtitan's does not keep logits."""
+def _loss(told: str, compiled: bool) -> Loss:
+    """Such as ``chunked loss`` or ``liger cross-entropy``; torchtitan's does not keep logits.
+
+    It is compiled where the model is, but for the months after pull request 755 (2024-12-19).
+    """
     names = "|".join(sorted((each.value for each in Loss), key=len, reverse=True))
     found = re.search(rf"\b({names}|liger)\b[ -]*(?:cross[ -]entropy|loss|linear|ce\b)", told)
     if found:
         return Loss.FUSED if found.group(1) == "liger" else Loss(found.group(1))
-    return Loss.FREED if "torchtitan" in told else Loss.PLAIN
+    if "torchtitan" in told:
+        return Loss.COMPILED if compiled else Loss.FREED
+    return Loss.PLAIN
 
 
 def _attention(told: str) -> AttentionKernel:

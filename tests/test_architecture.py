@@ -109,7 +109,7 @@ ROOMS: dict[str, Mapping[str, Set[str]]] = {
         "scale": frozenset({"run", "cluster", "model", "step", "memory", "predict"}),
         "pictures": frozenset({"step", "memory", "scale"}),
         "choose": frozenset({"run", "cluster", "model", "step", "memory", "predict"}),
-        "record": frozenset({"run", "cluster", "model", "predict", "choose"}),
+        "record": frozenset({"step", "run", "cluster", "model", "predict", "choose"}),
         "command": frozenset(
             {"run", "cluster", "model", "step", "memory", "predict", "scale", "pictures", "choose"}
         ),

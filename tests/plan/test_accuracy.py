@@ -12,7 +12,7 @@ import pytest
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.strategy import ShardingStrategy
-from fullshard.plan import Recompute, predict
+from fullshard.plan import Loss, Recompute, predict
 
 pytestmark = pytest.mark.long
 
@@ -174,6 +174,22 @@ def test_other_metrics_are_the_same_speed(rows, tmp_path, changes, expected):
 )
 def test_other_configurations_are_understood(rows, tmp_path, changes, read):
     assert read(changed_row(rows, tmp_path, changes))
+
+
+@pytest.mark.parametrize(
+    ("note", "loss"),
+    [
+        ("torchtitan", Loss.FREED),
+        ("torchtitan; compiled", Loss.COMPILED),
+        ("torchtitan; compiled; freed loss", Loss.FREED),
+        ("compiled", Loss.PLAIN),
+        ("torchtitan; compiled; liger loss", Loss.FUSED),
+    ],
+)
+def test_a_loss_is_the_one_that_is_told_or_that_of_the_trainer(rows, tmp_path, note, loss):
+    """Torchtitan compiles its loss with the model, but for some months, whose rows say so."""
+    told = {"note": note, "system": "", "source": ""}
+    assert changed_row(rows, tmp_path, told).run.loss is loss
 
 
 def test_what_is_not_understood_is_left_out_with_its_reason(rows, tmp_path):

@@ -4,7 +4,7 @@
 from collections.abc import Iterator, Sequence
 from itertools import groupby, pairwise, takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.text import bytes_text, whole_file
@@ -42,7 +42,7 @@ _COLUMNS = 160
 _AROUND = 6  # lines of the step shown on each side of the peak
 _SHADES = (0.95, 0.6)  # neighbouring units differ
 _LIMIT = "#b00020"
-_UPRIGHT = {"rotation": 90, "ha": "center", "va": "center", "fontsize": 6}
+_UPRIGHT: dict[str, Any] = {"rotation": 90, "ha": "center", "va": "center", "fontsize": 6}
 
 
 def _figure(title: str, width: float, height: float) -> "Figure":
@@ -94,15 +94,8 @@ def draw_memory(
     near.set_title("around the peak", fontsize=10)
     near.set_xlabel("GiB" if scale == 2**30 else "MiB")
     handles, labels = whole.get_legend_handles_labels()
-    figure.legend(
-        handles[::-1],
-        labels[::-1],
-        title="bytes at the peak",
-        loc="outside lower center",
-        ncols=5,
-        fontsize=8,
-        frameon=False,
-    )
+    looks: dict[str, Any] = {"loc": "outside lower center", "fontsize": 8, "frameon": False}
+    figure.legend(handles[::-1], labels[::-1], title="bytes at the peak", ncols=5, **looks)
     return figure
 
 
@@ -184,12 +177,7 @@ def draw_streams(
         busy_s = sum(each.stop_s - each.start_s for each in mine)
         ticks.append(f"{stream}\n{busy_s / end_s:.0%} busy")
         for middle_s, number in _labelled(mine, end_s / 85):
-            axes.text(
-                middle_s * scale,
-                lane,
-                names[number],
-                **_UPRIGHT,  # type: ignore[arg-type]
-            )
+            axes.text(middle_s * scale, lane, names[number], **_UPRIGHT)
     for kind in dict.fromkeys(each.kind for each in records):
         word = "recomputation" if kind == "again" else kind
         axes.broken_barh([], (0, 0), color=KIND_COLOURS[kind], label=word)

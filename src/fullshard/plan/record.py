@@ -4,6 +4,7 @@
 import json
 import math
 import tomllib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,19 @@ from typing import Any
 from fullshard.core.errors import ConfigurationError
 from fullshard.plan.choose.settings import Setup, with_setting
 from fullshard.plan.cluster.cluster import Cluster, Constants, Device
-from fullshard.plan.cluster.devices import cluster_of, fitted_constants, fitted_spread, named_device
+from fullshard.plan.cluster.devices import cluster_of, fitted_runs, named_device
 from fullshard.plan.model.config_json import read_model
 from fullshard.plan.model.operations import Model
 from fullshard.plan.predict import Prediction, predict
-from fullshard.plan.run import Run
+from fullshard.plan.run import AttentionKernel, Engine, Run
+from fullshard.plan.step.clock import Step, replay
+from fullshard.plan.step.interval import LOOP_S, SLOW_HOST, SLOW_INSIDE, assumed_of
+from fullshard.plan.step.prices import masked_longer
 
 _MOST_SLOWER = 20  # than predicted: what is slower yet is another run
+_WITHIN = 0.17  # a logarithm, that nine in ten runs of one loop differ by (unseen sources' rows)
+_TOLD_LINK = 0.2  # a logarithm, that links differ by from what is told of them
+_TIMES = ("kernel_s", "step_s", "straggle_s", "straggle_share")
 
 
 @dataclass(frozen=True)
@@ -64,36 +71,68 @@ def read_record(path: Path) -> Record:
 def corrected(record: Record) -> Device:
     """The record's device with constants of its own: its run is predicted nearly as measured.
 
-    Everything takes longer or shorter as the run did, the loop included, but for the part of the
-    difference that is expected of one run beside others like it: half of the fitted rows' spread,
-    squared, over all that was uncertain; the other half is taken for that of loops. A run that sent
-    nothing says nothing of links. The allocator's slack is what makes the peak right, if the record
-    has one. A run whose memory was almost full may have waited for the allocator instead, which
-    others do not: half of its difference counts.
+    The difference is dealt out over what a prediction cannot know: each of those gets as much as it
+    could have changed this run, squared, of all and of what runs of one loop differ by anyhow. So a
+    short step tells of its host and loop, a long one of its program, one that waited of its links,
+    and each counts in others as far as they depend on it. Bytes of slack are what makes the peak
+    right, if the record has one. A run whose memory was almost full may have waited for the
+    allocator instead, which others do not: half of its difference counts.
     Raises `ConfigurationError` for a speed or a peak that no such run can have.
     """
     device = record.cluster.device
-    before = device.constants or fitted_constants()
     found = predict(record.model, record.run, record.cluster)
     _refuse_impossible(record, found)
-    faster = record.tokens_per_s / found.tokens_per_s
-    uncertain = math.log(found.interval.high_s / found.step_s)
-    shared = 1 - (fitted_spread() / uncertain) ** 2 / 2
-    faster **= shared / 2 if found.almost_full else shared
-    links = ("inside_share", "between_share") if found.communication_s else ()
-    rates = ("matmul_share", "attention_share", "memory_share", *links)
-    times = ("kernel_s", "step_s", "straggle_s")
-    constants = replace(
-        before,
-        **{name: getattr(before, name) * faster for name in rates},
-        **{name: getattr(before, name) / faster for name in times},
-    )
-    slack = device.slack
+    longer = math.log(found.tokens_per_s / record.tokens_per_s)
+    constants = _longer(found.step, longer / 2 if found.almost_full else longer)
+    more = device.slack_bytes
     if record.reserved_bytes is not None:
-        lost = found.memory.peak["allocator slack"]
-        held = found.memory.reserved_bytes - lost
-        slack += (record.reserved_bytes - held - lost) / held  # what is cut up stays
-    return replace(device, constants=constants, slack=slack, assumed=())
+        more += int(record.reserved_bytes) - found.memory.reserved_bytes
+    return replace(device, constants=constants, slack_bytes=more, assumed=())
+
+
+def _longer(step: Step, longer: float) -> Constants:
+    """Return constants with which ``step`` takes nearly ``longer``, a logarithm, more."""
+    ways, sign = _ways(step), math.copysign(1.0, longer)
+
+    def changed(shares: Mapping[str, float]) -> Constants:
+        fields = asdict(step.constants)
+        for names, share in shares.items():
+            for name in names.split():
+                fields[name] *= math.exp(share if name in _TIMES else -share)
+        return Constants(**fields)
+
+    def taken(shares: Mapping[str, float]) -> float:
+        seconds = replay(step.script, step.run, step.cluster, changed(shares)).step_s
+        return math.log(seconds / step.step_s)
+
+    effects = {names: sign * taken({names: sign * most}) for names, most in ways.items()}
+    whole = sum(each**2 for each in effects.values())
+    between = max(whole, longer**2 - _WITHIN**2)  # what is far off shows how far one can be
+    wanted = longer * between / (between + _WITHIN**2)
+    shares = {name: most * effects[name] / whole * wanted for name, most in ways.items()}
+    for _ in range(4):
+        reached = taken(shares)
+        nearer = wanted / reached if reached * wanted > 0 else 1.0
+        shares = {name: share * nearer for name, share in shares.items()}
+    return changed(shares)
+
+
+def _ways(step: Step) -> dict[str, float]:
+    """By how much more time constants may stand for, as logarithms: nine in ten are within."""
+    cluster, run = step.cluster, step.run
+    links = {"inside": 1 / SLOW_INSIDE, "between": 1 / cluster.device.slow_between}
+    name = "between" if cluster.hosts > 1 else "inside"
+    told = name not in (cluster.untold if cluster.hosts > 1 else cluster.device.assumed)
+    assumed = [each.later for each in assumed_of(step)]
+    masked = masked_longer(cluster.device) if run.attention is AttentionKernel.FLASH else 1.0
+    return {
+        "matmul_share attention_share memory_share": math.hypot(fitted_runs()[0], *assumed),
+        "attention_share": math.log(masked),
+        "inside_share between_share": _TOLD_LINK if told else math.log(links[name]),
+        "kernel_s": math.log(SLOW_HOST) * (3 if run.engine is Engine.OTHER else 1),
+        "step_s": math.log1p(LOOP_S / step.constants.step_s),
+        "straggle_s straggle_share": _TOLD_LINK,
+    }
 
 
 def _refuse_impossible(record: Record, found: Prediction) -> None:

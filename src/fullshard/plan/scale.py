@@ -208,7 +208,7 @@ def scaling_curve(
     """
     points: list[ScalePoint] = []
     for count in devices:
-        prediction = predict(model, run, _sized(cluster, count))
+        prediction = predict(model, run, replace(cluster, devices=count))
         work = _long_run(prediction)
         runs = [simulate(work, faults, hours=hours, seed=seed) for seed in _SEEDS]
         low, middle, high = sorted(runs, key=lambda each: each.goodput)
@@ -219,10 +219,6 @@ def scaling_curve(
             ScalePoint(count, prediction, middle, low.goodput, high.goodput, kept, efficiency)
         )
     return tuple(points)
-
-
-def _sized(cluster: Cluster, devices: int) -> Cluster:
-    return replace(cluster, devices=devices)
 
 
 def _long_run(prediction: Prediction) -> LongRun:
@@ -264,7 +260,7 @@ def where_hybrid_wins(
     """
     full = replace(run, strategy=ShardingStrategy.FULL_SHARD, replicas=1)
     group = cluster.per_host
-    while not predict(model, full, _sized(cluster, group)).fits:
+    while not predict(model, full, replace(cluster, devices=group)).fits:
         group *= 2
         if group >= max(devices):
             raise ConfigurationError(
@@ -275,7 +271,7 @@ def where_hybrid_wins(
     def compared() -> Iterator[tuple[int, float, float]]:
         for count in devices:
             if count > group and count % group == 0:
-                sized = _sized(cluster, count)
+                sized = replace(cluster, devices=count)
                 hybrid = replace(
                     run, strategy=ShardingStrategy.HYBRID_SHARD, replicas=count // group
                 )

@@ -127,10 +127,7 @@ class _Trial:
         """Predict ``runs`` in turn until one does not fit; returns True if one did."""
         fitted = False
         for run in runs:
-            if run in self.fitting:
-                fitted = True
-                continue
-            if not self._try(run):
+            if run not in self.fitting and not self._try(run):
                 break
             fitted = True
         return fitted
@@ -166,10 +163,12 @@ class _Trial:
         except ConfigurationError as error:
             self.rejected.append(Rejected(run, str(error)))
             return False
-        if self.least is None or prediction.memory.peak_bytes < self.least.memory.peak_bytes:
+        memory = prediction.memory
+        if self.least is None or memory.peak_bytes < self.least.memory.peak_bytes:
             self.least = prediction
-        if prediction.memory.peak_bytes > self.budget:
-            self.rejected.append(Rejected(run, _too_much(prediction, self.budget)))
+        if memory.peak_bytes > self.budget:
+            needed, given = bytes_text(memory.peak_bytes), bytes_text(self.budget)
+            self.rejected.append(Rejected(run, f"needs {needed} of {given}: {memory.cause}"))
             return False
         self.fitting[run] = prediction
         return True
@@ -186,11 +185,6 @@ class _Trial:
             units = self._units[key]
             self._scripts[order] = write_script(self.model, run, self.cluster, units=units)
         return replace(self._scripts[order], calls=self.model.calls(run))
-
-
-def _too_much(prediction: Prediction, budget: int) -> str:
-    memory = prediction.memory
-    return f"needs {bytes_text(memory.peak_bytes)} of {bytes_text(budget)}: {memory.cause}"
 
 
 def _floor(trial: _Trial, model: Model, cluster: Cluster, budget: int) -> str:

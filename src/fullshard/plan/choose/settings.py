@@ -119,10 +119,6 @@ def _overhead(run: Run, value: str) -> Run:
     return replace(run, overhead_s=seconds)
 
 
-def _offload(run: Run, value: str) -> Run:
-    return replace(run, offload=OFFLOADS[choose_one("offload", value, tuple(OFFLOADS))])
-
-
 def _field(
     key: str, read: Callable[[str, str], object], name: str = ""
 ) -> Callable[[Run, str], Run]:
@@ -142,7 +138,9 @@ RUN_KEYS: Mapping[str, Callable[[Run, str], Run]] = {
     "reduce": _reduce,
     "recompute": _field("recompute", _member(Recompute)),
     "recompute-every": _field("recompute-every", _whole),
-    "offload": _offload,
+    "offload": _field(
+        "offload", lambda key, text: OFFLOADS[choose_one(key, text, tuple(OFFLOADS))]
+    ),
     "offload-activations": _field("offload-activations", _flag),
     "use-cache": _field("use-cache", _flag),
     "prefetch": _prefetch,

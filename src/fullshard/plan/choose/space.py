@@ -54,14 +54,12 @@ class SearchSpace:
     def structures(self, cluster: Cluster) -> Iterator[Run]:
         """Runs that differ in how units are made and kept: strategy and replicas."""
         base = self.base
-        strategies = [base.strategy]
-        if "strategy" in self.free:
-            strategies = [
-                ShardingStrategy.FULL_SHARD,
-                ShardingStrategy.SHARD_GRAD_OP,
-                ShardingStrategy.NO_SHARD,
-            ]
-        for strategy in strategies:
+        every = (
+            ShardingStrategy.FULL_SHARD,
+            ShardingStrategy.SHARD_GRAD_OP,
+            ShardingStrategy.NO_SHARD,
+        )
+        for strategy in every if "strategy" in self.free else (base.strategy,):
             if not strategy.sharding.sharded or "replicas" not in self.free:
                 yield replace(base, strategy=strategy)
                 continue

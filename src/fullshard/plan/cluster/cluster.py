@@ -60,8 +60,9 @@ class Device:
     bytes/s at which a CPU's system hands out memory; None: buffers are kept between steps.
     ``slack`` is the share of what tensors hold at the peak that torch's allocator reserves besides:
     with it torchtitan's 13 rows of benchmarks/data are told 4% too high on average and at most 4%
-    too low, since a run that does not fit costs more than one that is not tried. A link between
-    hosts of which nobody tells may have ``slow_between`` of the usual bandwidth.
+    too low, since a run that does not fit costs more than one that is not tried; ``slack_bytes``
+    come on top. A link between hosts that nobody tells may have ``slow_between`` of the usual
+    bandwidth.
     """
 
     key: str
@@ -87,6 +88,7 @@ class Device:
     fresh: float | None = None
     driver: str = ""
     slack: float = 0.08
+    slack_bytes: int = 0
     slow_between: float = 0.5
 
     def attention_flops(self, kernel: str, dtype: str, length: int) -> float:

@@ -13,21 +13,17 @@ def code_of(prediction: Prediction, *, fsdp2: bool = False) -> str:
     block, attention, feed_forward = ("Block", "Attention", "FeedForward")
     if isinstance(model, Decoder):
         block, attention, feed_forward = model.classes
-    lines = []
-    if run.recompute is Recompute.FULL:
-        lines.append(f"# every {block} through torch.utils.checkpoint (use_reentrant=False)")
-    if run.recompute is Recompute.SELECTIVE:
-        lines.append(f"# every {block} through selective checkpointing, each second product kept")
-    if run.offload_activations:
-        lines.append("# forward within torch.autograd.graph.save_on_cpu(pin_memory=True)")
-    if run.autocast is not None:
-        lines.append(f'# forward within torch.autocast("cuda", torch.{run.autocast})')
-    if run.lora_rank:
-        lines.append(
-            f"# after adapters of rank {run.lora_rank} are in place, and the model is frozen"
-        )
-    if run.compiled:
-        lines.append(f"# every {block} through torch.compile")
+    full, selective = (run.recompute is each for each in (Recompute.FULL, Recompute.SELECTIVE))
+    adapted = run.lora_rank > 0
+    notes = {
+        f"every {block} through torch.utils.checkpoint (use_reentrant=False)": full,
+        f"every {block} through selective checkpointing, each second product kept": selective,
+        "forward within torch.autograd.graph.save_on_cpu(pin_memory=True)": run.offload_activations,
+        f'forward within torch.autocast("cuda", torch.{run.autocast})': run.autocast,
+        f"after adapters of rank {run.lora_rank} are in place, and the model is frozen": adapted,
+        f"every {block} through torch.compile": run.compiled,
+    }
+    lines = [f"# {words}" for words, so in notes.items() if so]
     lines += _calls_of_shard_experts(prediction)
     if fsdp2:
         lines += _calls_of_fully_shard(prediction)
@@ -67,11 +63,9 @@ def _precision(run: Run) -> str:
 
 
 def _mesh(prediction: Prediction) -> str:
-    run = prediction.run
-    replicas = run.replicas
-    if not run.strategy.sharding.sharded:
-        replicas = prediction.cluster.devices
-    shards = prediction.cluster.devices // replicas
+    run, world = prediction.run, prediction.cluster.devices
+    replicas = run.replicas if run.strategy.sharding.sharded else world
+    shards = world // replicas
     return _call("init_device_mesh", _dims({"replicate": replicas, "shard": shards}))
 
 
@@ -151,9 +145,11 @@ def _calls_of_fully_shard(prediction: Prediction) -> list[str]:
     lines = []
     if run.offload.to_host and not run.offload.params:
         lines.append("# this offloads parameters, too; the wrapper can leave them on the device")
-    lines.append("settings = dict(")
-    lines += [f"    {name}={value}," for name, value in settings.items()]
-    lines.append(")")
+    lines += [
+        "settings = dict(",
+        *(f"    {name}={value}," for name, value in settings.items()),
+        ")",
+    ]
     lists = dict.fromkeys(each.rpartition(".")[0] for each in model.blocks)
     inside = [each.partition(f"{model.blocks[0]}.")[2] for each in model.parts]
     parts = ", ".join(f"block.{each}" for each in inside if each)

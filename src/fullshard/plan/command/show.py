@@ -117,11 +117,12 @@ def _distinct(ranked: Sequence[Prediction]) -> list[Prediction]:
 
 def _details(best: Prediction, tokens: float) -> RenderableType:
     memory, device = best.memory, best.cluster.device
+    low, high = (each / 2**30 for each in best.memory_interval)
     interval = f"{seconds_text(best.interval.low_s)} to {seconds_text(best.interval.high_s)}"
     peak = f"{bytes_text(memory.peak_bytes)} of {bytes_text(device.memory_bytes)}"
     found: list[RenderableType] = [
         Text(describe(best.run), style="bold"),
-        Text(f"memory {peak} (90%: {_memory_interval(best)}), most at {memory.cause}"),
+        Text(f"memory {peak} (90%: {low:.1f} to {high:.1f} GiB), most at {memory.cause}"),
         *_on_the_loss(best),
         _bars(dict(memory.peak), memory.peak_bytes, bytes_text),
         *_on_the_host(best),
@@ -143,11 +144,6 @@ def _details(best: Prediction, tokens: float) -> RenderableType:
             )
         )
     return Panel(Group(*found), title="the best", title_align="left")
-
-
-def _memory_interval(best: Prediction) -> str:
-    low, high = best.memory_interval
-    return f"{low / 2**30:.1f} to {high / 2**30:.1f} GiB"
 
 
 def _on_the_loss(best: Prediction) -> Iterator[Text]:

@@ -4,7 +4,7 @@
 from collections.abc import Mapping, Sequence
 
 from fullshard.core.grouping import deepest_around
-from fullshard.plan.model.operations import Kind, ModelCall, Operation
+from fullshard.plan.model.operations import Kind, Operation
 from fullshard.plan.run import Engine, Recompute, Run
 from fullshard.plan.step.script import Act, ActMemory, Pass, Script
 
@@ -57,7 +57,8 @@ class Activations:
         if self._script.stretches:
             return (0, 0), self._measured(self._script.stretches[act.call])
         call = self._script.calls[act.call]
-        memory = self._memory_of(call)
+        key = id(call.operations)
+        memory = self._memory[key] = self._memory.get(key) or _CallMemory(call.operations)
         if act.phase is Pass.BACKWARD:
             return self._backward(act, memory)
         before = self.kept, self.logits
@@ -81,12 +82,6 @@ class Activations:
         """Nothing is left of the graph."""
         self.kept = self.logits = 0
         self._kept_of.clear()
-
-    def _memory_of(self, call: ModelCall) -> _CallMemory:
-        memory = self._memory.get(id(call.operations))
-        if memory is None:
-            memory = self._memory[id(call.operations)] = _CallMemory(call.operations)
-        return memory
 
     def _keep(self, call: int, saved: int, logits: int) -> None:
         """Hold so much for ``call`` from now on, instead of what is held for it."""

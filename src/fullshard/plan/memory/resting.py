@@ -95,7 +95,7 @@ def allocator_slack(held: Sequence[int], cluster: Cluster, run: Run) -> int:
     if cluster.device.cpu:
         return 0
     holes = 0.0 if run.expandable_segments else _HOLES * min(held[2], held[5])
-    return int(cluster.device.slack * sum(held) + holes)
+    return int(cluster.device.slack * sum(held) + cluster.device.slack_bytes + holes)
 
 
 def context_bytes(cluster: Cluster, units: Sequence[PlannedUnit]) -> int:

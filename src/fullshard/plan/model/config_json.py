@@ -20,12 +20,8 @@ _TEXT = {"gemma3": "gemma3_text", "llama4": "llama4_text"}  # what reads text of
 Config = Mapping[str, Any]
 
 
-def _families() -> dict[str, dict[str, Any]]:
-    file = resources.files("fullshard.plan.model").joinpath("families.toml")
-    return tomllib.loads(file.read_text("utf-8"))
-
-
-_FAMILIES = _families()
+_FILE = resources.files("fullshard.plan.model").joinpath("families.toml")
+_FAMILIES: dict[str, dict[str, Any]] = tomllib.loads(_FILE.read_text("utf-8"))
 ARCHITECTURES = (*_FAMILIES, *_TEXT)
 """The families that are read, by the ``model_type`` of their config.json."""
 

@@ -88,9 +88,7 @@ def _table_rows(shape: Shape, run: Run) -> int:
 
 
 def _positions(shape: Shape, run: Run) -> int:
-    if not shape.learned_positions:
-        return 0
-    return max(shape.context, run.sequence)
+    return max(shape.context, run.sequence) if shape.learned_positions else 0
 
 
 @lru_cache(maxsize=64)

@@ -116,10 +116,6 @@ class Step:
         """The share of the step that ``part`` of its timeline takes."""
         return self.timeline.parts[part] / self.step_s
 
-    def on(self, cluster: Cluster) -> float:
-        """Seconds of the same step on another cluster."""
-        return replay(self.script, self.run, cluster, self.constants).step_s
-
     def records(self) -> list[Busy]:
         """Work on each stream, for drawing."""
         return replay(self.script, self.run, self.cluster, self.constants, record=True).records
@@ -350,12 +346,9 @@ def _computed(operations: tuple[Operation, ...], phase: Pass, run: Run) -> tuple
         return tuple(_kept_in_turns(operations))
     if not run.recompute_stops or not any(each.saved_bytes for each in operations):
         return operations  # all of them, as in a recording of what was recomputed
-    last = max((place for place, each in enumerate(operations) if each.saved_bytes), default=-1)
-    while last >= 0 and operations[last].name == "add":  # what the next block keeps anyhow
-        last -= 1
-    while last >= 0 and not operations[last].saved_bytes:
-        last -= 1
-    return operations[: last + 1]
+    # What is added last is the next block's input, which that keeps anyhow.
+    kept = [place for place, o in enumerate(operations) if o.saved_bytes and o.name != "add"]
+    return operations[: max(kept, default=-1) + 1]
 
 
 def _kept_in_turns(operations: tuple[Operation, ...]) -> Iterator[Operation]:

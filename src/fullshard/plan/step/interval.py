@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from fullshard.plan.cluster.cluster import Cluster, Link
 from fullshard.plan.cluster.devices import fitted_runs, fitted_spread
 from fullshard.plan.run import AttentionKernel, Engine, ExpertKernel, Run
-from fullshard.plan.step.clock import Step
+from fullshard.plan.step.clock import Step, replay
 from fullshard.plan.step.prices import masked_longer
 from fullshard.plan.step.script import Script
 
@@ -25,10 +25,10 @@ _ASSUMED = {
     "bandwidth": ("the bandwidth of its memory", 0.14),
     "flops": ("the peak", 0.14),
 }
-_LOOP_S = 0.1  # of a loop's own in a step: data, logging, norms that are waited for
+LOOP_S = 0.1  # of a loop's own in a step: data, logging, norms that are waited for
 # The fitted host, 16 cores of a virtual machine of 2026, takes 18 us for each kernel that runs, 31
 # for each that is counted; others may take twice that.
-_SLOW_HOST = 2.0
+SLOW_HOST = 2.0
 # Engines beside FSDP call Python for each module, each time that it is needed, and not for each
 # unit: seconds of the host for each block and micro-batch, at most.
 _OTHER_ENGINE_S = 12e-3
@@ -36,9 +36,8 @@ _OTHER_ENGINE_S = 12e-3
 # computed, and if it is not.
 _EXPERTS = (0.13, 0.26)
 _UNEVEN = 0.33  # of an end: the fullest of 8 to 64 experts gets 0.6 to 1 before training
-# Of what is assumed of links inside a host: two pairs of RTX 3090 moved 2.7 to 3 GB/s, others 12.
-_SLOW_INSIDE = 0.25
-_FAST_LINK = 2.0
+SLOW_INSIDE = 0.25  # of what is assumed of links inside a host: `devices.toml` has what others move
+_FAST_LINK = {"inside": 4.0, "between": 2.0}
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,8 @@ def unknowns(step: Step, memory_share: float) -> list[Unknown]:
 
     ``memory_share`` is the part of the device's memory that the run fills.
     """
-    found = [*_of_device(step), *_of_links(step), *_of_loop(step), *_of_experts(step)]
+    kinds = (assumed_of, _of_attention, _of_links, _of_loop, _of_experts)
+    found = [each for kind in kinds for each in kind(step)]
     if step.run.fp8:
         found.append(Unknown("how much of the model runs in float8", 0.13, 0.13))
     if memory_share > ALMOST_FULL:
@@ -115,11 +115,16 @@ def by_distance(far: float, program: float) -> float:
     return min(_AWAY * far, program) + _AWAY * max(0.0, far - _REALLY_FAR)
 
 
-def _of_device(step: Step) -> Iterator[Unknown]:
+def assumed_of(step: Step) -> Iterator[Unknown]:
+    """List what is assumed of the device that computes ``step``."""
     device, computes = step.cluster.device, step.share("compute")
     for words, most in (_ASSUMED[name] for name in device.assumed if name in _ASSUMED):
         later = math.log1p(most * computes)
         yield Unknown(f"{words} on {device.title} is an assumption", later, min(later, 0.13))
+
+
+def _of_attention(step: Step) -> Iterator[Unknown]:
+    device = step.cluster.device
     if step.run.attention is AttentionKernel.FLASH:
         slower = device.attention[device.sdpa] / device.attention["flash2"]
         if not step.run.compiled:
@@ -134,9 +139,9 @@ def _of_links(step: Step) -> Iterator[Unknown]:
     cluster = step.cluster
     name, slow = "between", cluster.device.slow_between
     if cluster.hosts == 1:
-        name, slow = "inside", _SLOW_INSIDE if "inside" in cluster.device.assumed else 1.0
+        name, slow = "inside", SLOW_INSIDE if "inside" in cluster.device.assumed else 1.0
     if name in cluster.untold and slow < 1 and step.timeline.communication_s:
-        later, sooner = _with_link(step, name, slow), _with_link(step, name, _FAST_LINK)
+        later, sooner = _with_link(step, name, slow), _with_link(step, name, _FAST_LINK[name])
         yield Unknown(f"links {name} hosts: --{name} tells", later, -sooner)
 
 
@@ -144,7 +149,8 @@ def _with_link(step: Step, name: str, share: float) -> float:
     """The logarithm of how much longer a step takes if a link has a ``share`` of its bandwidth."""
     link: Link = getattr(step.cluster, name)
     other: dict[str, Any] = {name: replace(link, bandwidth=share * link.bandwidth)}
-    return math.log(step.on(replace(step.cluster, **other)) / step.step_s)
+    changed = replace(step.cluster, **other)
+    return math.log(replay(step.script, step.run, changed, step.constants).step_s / step.step_s)
 
 
 def _of_loop(step: Step) -> Iterator[Unknown]:
@@ -152,7 +158,7 @@ def _of_loop(step: Step) -> Iterator[Unknown]:
     run, step_s, timeline = step.run, step.step_s, step.timeline
     if run.overhead_s is None:
         name, own = "the loop's own time: --overhead tells", step.share("step overhead")
-        yield Unknown(name, math.log1p(_LOOP_S / step_s), -math.log1p(-own))
+        yield Unknown(name, math.log1p(LOOP_S / step_s), -math.log1p(-own))
     if run.optimizer_kernels is None:
         name = "an optimizer that loops over parameters: --optimizer-kernels tells"
         longer = (timeline.loop_s - timeline.parts["optimizer"]) / step_s
@@ -163,7 +169,7 @@ def _of_loop(step: Step) -> Iterator[Unknown]:
         yield Unknown(name, math.log1p(blocks * _OTHER_ENGINE_S / step_s), 0.2)
     host = step.share("host")
     beside = sum(step.share(name) for name in ("optimizer", "step overhead", "stragglers"))
-    slow = math.log(max(1.0, _SLOW_HOST * timeline.launched_s / step_s + beside))
+    slow = math.log(max(1.0, SLOW_HOST * timeline.launched_s / step_s + beside))
     yield Unknown("bound by the host, if that is slow", max(slow, 0.5 * host), 0.5 * host)
 
 

@@ -115,13 +115,12 @@ def test_a_link_stays_a_link(tmp_path):
 
 def test_two_who_write_the_same_file_do_not_mix(tmp_path):
     header = header_of({"a": Entry("U8", (2,))})
-    first = FileWriter(tmp_path / "file", header)
-    second = FileWriter(tmp_path / "file", header)
-    first.append(b"11")
-    first.finish()
+    with FileWriter(tmp_path / "file", header) as first:
+        second = FileWriter(tmp_path / "file", header)
+        first.append(b"11")
     assert first.failure is not None
-    second.append(b"22")
-    second.finish()
+    with second:
+        second.append(b"22")
     assert (tmp_path / "file").read_bytes() == header + b"22"
     assert len(list(tmp_path.iterdir())) == 1
 
@@ -213,13 +212,13 @@ def test_fuzz_what_is_written_can_be_read(tmp_path_factory, shapes):
     path.unlink(missing_ok=True)
     entries = {name: Entry("I16", tuple(shape)) for name, shape in shapes.items()}
     try:
-        writer = FileWriter(path, header_of(entries))
+        header = header_of(entries)
     except ConfigurationError:
         assert "__metadata__" in shapes or any("\ud800" <= c <= "\udfff" for n in shapes for c in n)
         return
-    for entry in entries.values():
-        writer.append(bytes(entry.size_bytes))
-    writer.finish()
+    with FileWriter(path, header) as writer:
+        for entry in entries.values():
+            writer.append(bytes(entry.size_bytes))
     assert writer.failure is None
     assert {name: each.entry for name, each in entries_in(path).items()} == entries
     assert {name: each["shape"] for name, each in safetensors.deserialize(path.read_bytes())} == {

@@ -193,17 +193,15 @@ class FullyShardedDataParallel(
             params = members[module]
             if plan.ranks.first or each_rank_initialises:
                 params = initialise([module], params, plan.device, param_init_fn)
-            wrapper._wrap(module, params, plan)
+            nn.Module.__init__(wrapper)
+            setattr(wrapper, WRAPPED, module)
+            add_prefix: Any = wrapper.register_load_state_dict_pre_hook  # has no types
+            add_prefix(_add_wrapped_to_keys)
+            shard_modules([wrapper], params, plan)
             if wrapper is not self:
                 _replace_module(root, module, wrapper)
         if not each_rank_initialises:
             broadcast_buffers([root], plans[root].ranks, plans[root].device)
-
-    def _wrap(self, module: nn.Module, params: Sequence[ParamSites], plan: Plan) -> None:
-        nn.Module.__init__(self)
-        setattr(self, WRAPPED, module)
-        self.register_load_state_dict_pre_hook(_add_wrapped_to_keys)  # type: ignore[no-untyped-call]
-        shard_modules([self], params, plan)
 
     @property
     def module(self) -> nn.Module:

@@ -71,8 +71,7 @@ ENGINE = _found_in(
     # Groups, meshes and DTensors.
     torch._C._distributed_c10d: AllgatherOptions ReduceScatterOptions
     torch.distributed: ProcessGroup._device_types ProcessGroup._get_backend
-    torch.distributed.distributed_c10d: _get_default_store _get_split_source _process_group_name
-    torch.distributed.distributed_c10d: _world
+    torch.distributed.distributed_c10d: _get_default_store _world
     torch.distributed._composable.contract: REGISTRY_KEY RegistryItem
     torch.distributed._shard.sharded_tensor.api: ShardedTensor
     torch.distributed.device_mesh: DeviceMesh._flatten

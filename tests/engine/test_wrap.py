@@ -2,13 +2,11 @@
 """Wrapping policies choose the modules that ``torch.distributed.fsdp.wrap`` chooses."""
 
 import functools
-import threading
 
 import pytest
 import torch.distributed.fsdp.wrap as theirs
 from hypothesis import given
 from hypothesis import strategies as st
-from support.limits import PEERS_S
 from torch import nn
 
 import fullshard.wrap as ours
@@ -289,40 +287,3 @@ def test_wrap_inside_a_context_wraps_with_its_arguments_and_overrides():
     assert wrapped.kwargs == {"depth": 1, "mode": "b"}
     assert plain.kwargs == {"depth": 1, "mode": "a"}
     assert ours.wrap(module) is module
-
-
-def test_nested_contexts_restore_the_outer_one_also_after_an_error():
-    module = nn.Linear(2, 2)
-    with ours.enable_wrap(wrapper_cls=Wrapper, level="outer"):
-        with ours.enable_wrap(wrapper_cls=Wrapper, inner=True):
-            assert ours.wrap(module).kwargs == {"inner": True}
-        assert ours.wrap(module).kwargs == {"level": "outer"}
-        with pytest.raises(KeyError), ours.enable_wrap(wrapper_cls=Wrapper, inner=True):
-            raise KeyError
-        assert ours.wrap(module).kwargs == {"level": "outer"}
-    assert ours.wrap(module) is module
-
-
-def test_each_thread_has_its_own_context():
-    seen, both_inside = {}, threading.Barrier(2, timeout=PEERS_S)
-
-    def rank(number):
-        with ours.enable_wrap(wrapper_cls=Wrapper, rank=number):
-            both_inside.wait()
-            seen[number] = ours.wrap(nn.Linear(1, 1)).kwargs["rank"]
-            both_inside.wait()
-
-    threads = [threading.Thread(target=rank, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert seen == {0: 0, 1: 1}
-
-
-def test_enable_wrap_refuses_what_cannot_wrap():
-    with (
-        pytest.raises(ConfigurationError, match="wrapper_cls must be a class or function"),
-        ours.enable_wrap(wrapper_cls="FSDP"),
-    ):
-        pass

@@ -9,9 +9,11 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import BackwardPrefetch
+from torch.nn.utils import clip_grad_norm_
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
-from fullshard.core.strategy import BackwardPrefetch, ShardingStrategy
+from fullshard.core.strategy import ShardingStrategy
 from fullshard.torch.comm.compressed import CommunicationCompression
 from fullshard.torch.comm.ranks import Where
 from fullshard.torch.fsdp1.flat_params import FlatHandles, mark_flattened
@@ -23,7 +25,6 @@ from fullshard.torch.fsdp1.units import (
     members_by_name,
     parameters_by_module,
 )
-from fullshard.torch.optim.clipping import clip_grad_norm_
 from fullshard.torch.optim.original_params import switch_optimizers
 from fullshard.torch.sharding.auto_wrap import auto_wrap_policy
 from fullshard.torch.sharding.find import ignored_parts

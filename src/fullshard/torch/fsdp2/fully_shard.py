@@ -94,7 +94,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - it has no fields
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     compression: CommunicationCompression | None = None,

@@ -32,7 +32,7 @@ from report import write_report
 from training_step import BLOCK, BLOCKS, TOKENS, WARM_UP_ROUNDS, WIDTH, build, step
 
 from fullshard.core.strategy import Precision, Prefetch, ShardingStrategy
-from fullshard.doctor.calibration.measure import calibrate
+from fullshard.doctor.calibration import calibrate
 from fullshard.plan import Run, Wrap, cluster_of, named_device, predict
 from fullshard.plan.choose.settings import describe
 from fullshard.plan.measured import MeasuredModel

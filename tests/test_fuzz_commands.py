@@ -219,8 +219,8 @@ def world(tmp_path, monkeypatch, one_rank):
     monkeypatch.setattr("fullshard.train.torch.launch.joined", lambda **_: nullcontext(one_rank))
     monkeypatch.setattr("fullshard.train.loop.fit", begin)
     for place in (
-        "fullshard.doctor.calibration.command.run_local_ranks",
-        "fullshard.doctor.calibration.command.calibrate",
+        "fullshard.doctor.calibration.run_local_ranks",
+        "fullshard.doctor.calibration.calibrate",
         "fullshard.doctor.command.measure_locally",
         "fullshard.prove.command.prove_losses",
         "fullshard.prove.command.prove_memory",

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from fullshard.cli import main
 from fullshard.doctor.findings import Finding
-from fullshard.doctor.links.measure import Links, LinkTime
+from fullshard.doctor.links import Links, LinkTime
 from fullshard.doctor.output import Report, print_report
 from fullshard.prove.claims import Claim, Section
 from fullshard.prove.page import Proof, print_proof

@@ -164,7 +164,7 @@ _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "train": _train,
     "run": partial(_delegate, "torch", "fullshard.run"),
     "plan": partial(_delegate, "plan", "fullshard.plan.command.main"),
-    "calibrate": partial(_delegate, "torch", "fullshard.doctor.calibration.command"),
+    "calibrate": partial(_delegate, "torch", "fullshard.doctor.calibration"),
     "doctor": partial(_delegate, "torch,train", "fullshard.doctor"),
     "prove": partial(_delegate, "torch,train,prove", "fullshard.prove"),
     "report": partial(_delegate, "report", "fullshard.report.command"),

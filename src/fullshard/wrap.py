@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Wrapping policies: which submodules become units of their own.
 
-The policies are those of ``torch.distributed.fsdp.wrap``. A policy comes in one of two forms. A
-*stepwise* policy is a function ``(module, recurse, nonwrapped_numel) -> bool`` that is asked on the
-way down whether to look below ``module`` and on the way up whether to wrap it; a *whole* policy
-(`ModuleWrapPolicy`, `CustomPolicy`) looks at each module once. `modules_to_wrap` reads both.
+The policies, `enable_wrap` and `wrap` are those of ``torch.distributed.fsdp.wrap``. A policy comes
+in one of two forms. A *stepwise* policy is a function ``(module, recurse, nonwrapped_numel) ->
+bool`` that is asked on the way down whether to look below ``module`` and on the way up whether to
+wrap it; a *whole* policy (`ModuleWrapPolicy`, `CustomPolicy`) looks at each module once.
+`modules_to_wrap` reads both.
 Nothing here is collective, and no policy changes a module.
 """
 
 import inspect
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
@@ -20,9 +19,11 @@ from torch.distributed.fsdp.wrap import (
     CustomPolicy,
     ModuleWrapPolicy,
     always_wrap_policy,
+    enable_wrap,
     lambda_auto_wrap_policy,
     size_based_auto_wrap_policy,
     transformer_auto_wrap_policy,
+    wrap,
 )
 
 from fullshard.core.errors import ConfigurationError
@@ -161,43 +162,3 @@ def _unknown_answer(
 def _name_of_policy(policy: Any) -> str:
     function = getattr(policy, "func", policy)  # of a functools.partial
     return str(getattr(function, "__name__", type(function).__name__))
-
-
-# A context variable, so that each thread (a rank may be one) has its own.
-_enabled: ContextVar[tuple[Callable[..., nn.Module], dict[str, Any]] | None] = ContextVar(
-    "fullshard_enable_wrap", default=None
-)
-
-
-@contextmanager
-def enable_wrap(*, wrapper_cls: Any, **wrapper_kwargs: Any) -> Generator[None, None, None]:
-    """Let `wrap` wrap with ``wrapper_cls(module, **wrapper_kwargs)`` inside this context.
-
-    It holds for the calling thread. Contexts nest: the inner one replaces the outer until it ends.
-
-    Raises:
-        ConfigurationError: ``wrapper_cls`` cannot be called.
-    """
-    if not callable(wrapper_cls):
-        raise ConfigurationError(
-            "enable_wrap: wrapper_cls must be a class or function that takes a module, "
-            f"such as FullyShardedDataParallel, got {wrapper_cls!r}"
-        )
-    token = _enabled.set((wrapper_cls, wrapper_kwargs))
-    try:
-        yield
-    finally:
-        _enabled.reset(token)
-
-
-def wrap(module: nn.Module, **wrap_overrides: Any) -> nn.Module:
-    """Wrap ``module`` as the surrounding `enable_wrap` says; outside of one return it as it is.
-
-    ``wrap_overrides`` go before the keyword arguments given to `enable_wrap`. Collective if the
-    wrapper class's constructor is.
-    """
-    enabled = _enabled.get()
-    if enabled is None:
-        return module
-    wrapper_cls, kwargs = enabled
-    return wrapper_cls(module, **{**kwargs, **wrap_overrides})

@@ -5,8 +5,8 @@ import pytest
 import torch
 
 from fullshard.cli import main
-from fullshard.doctor.calibration import measure as measuring
-from fullshard.doctor.links.measure import Links, LinkTime
+from fullshard.doctor import calibration as measuring
+from fullshard.doctor.links import Links, LinkTime
 from fullshard.plan import Run, Setup, cluster_of, named_device, named_model, predict, with_setting
 from fullshard.plan.record import device_toml
 from fullshard.testing import LocalWorld
@@ -28,7 +28,7 @@ def small(monkeypatch):
 
 
 def test_a_record_corrects_its_device_and_measures_nothing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("fullshard.doctor.calibration.command.calibrate", None)
+    monkeypatch.setattr("fullshard.doctor.calibration.calibrate", None)
     record, out = tmp_path / "run.toml", tmp_path / "mine.toml"
     record.write_text('model = "llama2-7b"\ndevice = "a100"\ndevices = 8\ntokens_per_s = 3000.0\n')
     assert main(["calibrate", "--record", str(record), "--out", str(out)]) == 0

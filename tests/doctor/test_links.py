@@ -10,7 +10,7 @@ import torch
 from fullshard.core.errors import ConfigurationError
 from fullshard.doctor import check_hosts, parse_size
 from fullshard.doctor.findings import Finding
-from fullshard.doctor.links.measure import (
+from fullshard.doctor.links import (
     Links,
     LinkTime,
     bus_bytes_per_s,

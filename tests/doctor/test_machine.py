@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from fullshard.doctor.machine.checks import check_machine, files_needed
-from fullshard.doctor.machine.environment import check_environment
+from fullshard.doctor.machine.checks import check_machine as check
+from fullshard.doctor.machine.checks import files_needed
 from fullshard.doctor.machine.snapshot import Gpu, Machine, Space, facts, read_machine
 
 GIB = 2**30
@@ -35,10 +35,6 @@ TORCHRUN = {
     "OMP_NUM_THREADS": "4",
 }
 HOSTS = replace(GOOD, world_size=4, environ=TORCHRUN)
-
-
-def check(machine):
-    return [*check_machine(machine), *check_environment(machine)]
 
 
 @pytest.mark.parametrize("machine", [GOOD, WITH_GPUS, HOSTS], ids=["cpu", "gpu", "hosts"])

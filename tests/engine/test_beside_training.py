@@ -13,10 +13,10 @@ from support.world import on_processes, without_warnings
 from torch import nn
 from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import BackwardPrefetch
 from torch.distributed.tensor import Replicate
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError
-from fullshard.core.strategy import BackwardPrefetch
 from fullshard.testing import LocalWorld
 from fullshard.torch import (
     FlatParameter,

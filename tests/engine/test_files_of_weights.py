@@ -103,13 +103,12 @@ def test_a_link_stays_a_link(tmp_path):
 
 def test_two_who_write_the_same_file_do_not_mix(tmp_path):
     header = header_of({"a": Entry("U8", (2,))})
-    first = FileWriter(tmp_path / "file", header)
-    second = FileWriter(tmp_path / "file", header)
-    first.append(b"11")
-    first.finish()
+    with FileWriter(tmp_path / "file", header) as first:
+        second = FileWriter(tmp_path / "file", header)
+        first.append(b"11")
     assert first.failure is not None
-    second.append(b"22")
-    second.finish()
+    with second:
+        second.append(b"22")
     assert (tmp_path / "file").read_bytes() == header + b"22"
     assert len(list(tmp_path.iterdir())) == 1
 

@@ -14,6 +14,7 @@ from support.optimizers import CASES, FORMS, OPTIMIZERS
 from support.spans import drawn, set_grads, sharded
 from support.threads import on_ranks
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,7 +26,6 @@ from fullshard.core.errors import (
 from fullshard.testing import LocalComm, LocalWorld
 from fullshard.torch import fully_shard
 from fullshard.torch.optim.checks import watch_optimizers
-from fullshard.torch.optim.clipping import clip_grad_norm_
 from fullshard.torch.state.optimizers import refuse_state_of_another
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.tensor.reductions import GlobalScalar, global_norms, global_sum

@@ -7,6 +7,7 @@ from support.beside import params_of, shard
 from support.models import Block, loss_of, make, make_batches, seeded
 from support.threads import on_ranks
 from torch import nn
+from torch.distributed import fsdp
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.testing import LocalWorld
@@ -20,6 +21,7 @@ from fullshard.torch import (
     tracing,
 )
 from fullshard.torch.comm.protocol import rank_order_sum
+from fullshard.torch.step.managed import managed_units
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 STEPS = 3
@@ -260,6 +262,24 @@ def test_gradients_held_back_add_up_in_the_reduce_dtype(comm):
 def test_a_low_precision_model_rests_in_low_precision(comm):
     model = shard(make("gpt", BF16), comm, units=[Block])
     assert {p.dtype for p in model.parameters()} == {BF16}
+
+
+@on_ranks(1)
+def test_pytorchs_own_options_are_taken(comm):
+    wrapper = FullyShardedDataParallel(
+        nn.Linear(2, 2),
+        comm,
+        mixed_precision=fsdp.MixedPrecision(BF16),
+        cpu_offload=fsdp.CPUOffload(offload_params=True),
+    )
+    policies = fsdp.MixedPrecisionPolicy(BF16), fsdp.CPUOffloadPolicy(pin_memory=False)
+    module = fully_shard(
+        nn.Linear(2, 2), mesh=comm, mp_policy=policies[0], offload_policy=policies[1]
+    )
+    for model in (wrapper, module):
+        (managed,) = managed_units(model)
+        assert managed.unit.plan.precision.compute == "bfloat16"
+        assert managed.unit.plan.offload.params
 
 
 @on_ranks(1)

@@ -269,23 +269,3 @@ class Wrapper(nn.Module):
 def test_wrap_outside_of_a_context_returns_the_module_itself():
     module = nn.Linear(2, 2)
     assert ours.wrap(module, forward_prefetch=True) is module
-
-
-def test_nested_contexts_restore_the_outer_one_also_after_an_error():
-    module = nn.Linear(2, 2)
-    with ours.enable_wrap(wrapper_cls=Wrapper, level="outer"):
-        with ours.enable_wrap(wrapper_cls=Wrapper, inner=True):
-            assert ours.wrap(module).kwargs == {"inner": True}
-        assert ours.wrap(module).kwargs == {"level": "outer"}
-        with pytest.raises(KeyError), ours.enable_wrap(wrapper_cls=Wrapper, inner=True):
-            raise KeyError
-        assert ours.wrap(module).kwargs == {"level": "outer"}
-    assert ours.wrap(module) is module
-
-
-def test_enable_wrap_refuses_what_cannot_wrap():
-    with (
-        pytest.raises(ConfigurationError, match="wrapper_cls must be a class or function"),
-        ours.enable_wrap(wrapper_cls="FSDP"),
-    ):
-        pass

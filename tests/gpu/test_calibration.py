@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A calibration of a GPU: its own rates, and what the planner's list says of such GPUs beside."""
 
-from fullshard.doctor.calibration.measure import calibrate
+from fullshard.doctor.calibration import calibrate
 from fullshard.plan.cluster.devices import device_of_driver, named_device
 from fullshard.plan.record import device_toml
 

@@ -10,12 +10,11 @@ from support.limits import PROCESS_S
 from fullshard.core.errors import CommunicationError, ConfigurationError
 from fullshard.prove import command, losses, main, page
 from fullshard.prove.claims import Claim, Section, verdict_of
-from fullshard.prove.losses import TRAININGS, floor_of, loss_claims, rounding
+from fullshard.prove.losses import ENGINES, TRAININGS, EngineRun, floor_of, loss_claims, rounding
 from fullshard.prove.memory import CountedBytes, memory_claims
 from fullshard.prove.page import Proof, write_proof
 from fullshard.prove.provenance import checkout, provenance
 from fullshard.prove.simulation import simulation_claims
-from fullshard.prove.training import ENGINES, EngineRun
 
 LOSSES = ((5.5, 5.0, 4.5), (5.6, 5.1, 4.4))
 
@@ -199,7 +198,7 @@ def test_a_file_in_the_way_is_refused(tmp_path):
 
 def test_losses_are_proved_end_to_end(tmp_path, monkeypatch, kept_local_ranks):
     """Kept ranks, two steps of every engine; nothing of the judgement is made up."""
-    kept_local_ranks("fullshard.prove.training")
+    kept_local_ranks("fullshard.prove.losses")
     monkeypatch.setattr(losses, "TRAININGS", TRAININGS[:1])
     monkeypatch.setattr(command, "FAST", replace(command.FAST, steps=2, timeout_s=PROCESS_S))
     assert main(["--fast", "--only", "losses", "--out", str(tmp_path)]) == 0

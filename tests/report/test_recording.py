@@ -18,7 +18,7 @@ from fullshard.report import MemoryByOwner, read_run, record_path, recording
 from fullshard.testing import LocalWorld
 from fullshard.torch import ShardingStrategy, tracing
 from fullshard.torch.comm.protocol import SoloComm
-from fullshard.torch.inspection.last_words import live_table
+from fullshard.torch.inspection.run_record import live_table
 from fullshard.torch.inspection.traffic import tracker_to_record
 from fullshard.torch.step.managed import managed_units
 

@@ -12,7 +12,7 @@ from fullshard.checkpoint.background import Saving
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.format.stored import About
 from fullshard.checkpoint.loading import Checkpoint, Loading, Want, open_checkpoint
-from fullshard.checkpoint.runs.lock import LOCK
+from fullshard.checkpoint.runs.folder import LOCK
 from fullshard.checkpoint.saving import save
 from fullshard.checkpoint.shards import Piece, memory_view
 from fullshard.core.boxes import Box, boxes_of_interval

@@ -25,7 +25,7 @@ from fullshard.checkpoint import Keep, steps_in
 from fullshard.checkpoint.files import Files
 from fullshard.checkpoint.format.stored import About
 from fullshard.checkpoint.ranks import SoloRanks
-from fullshard.checkpoint.runs.lock import LOCK
+from fullshard.checkpoint.runs.folder import LOCK
 from fullshard.checkpoint.saving import save
 
 WORLD = 2

@@ -102,7 +102,7 @@ def public_names_are_fullshards():
 
 
 def what_is_lacking_is_told():
-    from fullshard.drop_in.stand_ins import stand_in  # noqa: PLC0415 - it switches torch
+    from fullshard.drop_in.switch import stand_in  # noqa: PLC0415 - it switches torch
 
     star = {}
     exec("from torch.distributed.fsdp import FlatParameter", star)  # nothing is an instance

@@ -240,7 +240,10 @@ class Loading:
                 return number, self._kept[number].data if part.inspect else None
             if part.inspect and take:
                 return number, self._filled(replace(part, target=None))
-            self._verify_part(part)
+            tensor = self._checkpoint.stored(part.name)
+            for read in reads_for(tensor, part.boxes):
+                view = scratch_chunk(chunk_bytes(tensor, read.stored, read.chunk))
+                self._reader.read_chunk(part.name, tensor, read.stored, read.chunk, view)
             return number, None
 
         for number, held in self._in_streams(work, range(len(self._parts))):
@@ -298,12 +301,6 @@ class Loading:
             held = numpy.empty(self._size(part), numpy.uint8).data
         self._read_part(part, held)
         return held
-
-    def _verify_part(self, part: Want) -> None:
-        tensor = self._checkpoint.stored(part.name)
-        for read in reads_for(tensor, part.boxes):
-            view = scratch_chunk(chunk_bytes(tensor, read.stored, read.chunk))
-            self._reader.read_chunk(part.name, tensor, read.stored, read.chunk, view)
 
     def _read_part(self, part: Want, target: memoryview) -> None:
         tensor = self._checkpoint.stored(part.name)

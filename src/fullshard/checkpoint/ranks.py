@@ -5,7 +5,7 @@ import contextlib
 import json
 import re
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -184,6 +184,17 @@ def agree(ranks: CheckpointRanks, what: str, failure: Exception | None, note: st
     where = f" on rank {rank} of {ranks.size}" if ranks.size > 1 else ""
     more = f" ({len(failed) - 1} other ranks failed too)" if len(failed) > 1 else ""
     raise _error(what + where, first, more) from failure
+
+
+@contextlib.contextmanager
+def agreed(ranks: CheckpointRanks, what: str) -> Iterator[None]:
+    """Raise on all ranks, as `agree` does, what is raised within on one of them. Collective."""
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        failure = error
+    agree(ranks, what, failure)
 
 
 def from_first(ranks: CheckpointRanks, what: str, make: Callable[[], T]) -> T:

@@ -11,8 +11,7 @@ from fullshard.checkpoint.format.tiling import Slicing, Tiling, boxes_of_part
 from fullshard.checkpoint.loading import Checkpoint, Progress
 from fullshard.checkpoint.reading.reads import read_boxes
 from fullshard.checkpoint.runs.commit import Staging
-from fullshard.checkpoint.runs.folder import RunFolder
-from fullshard.checkpoint.runs.lock import lock_run
+from fullshard.checkpoint.runs.folder import RunFolder, lock_run
 from fullshard.checkpoint.runs.retention import remove_entry
 from fullshard.checkpoint.saving import publish, write_shard
 from fullshard.checkpoint.shards import Piece, ShardReader

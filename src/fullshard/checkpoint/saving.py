@@ -24,8 +24,7 @@ from fullshard.checkpoint.format.tiling import Run, Tiling, runs_of
 from fullshard.checkpoint.planning import Plans, WritePlan
 from fullshard.checkpoint.ranks import CheckpointRanks, failure_text, from_first
 from fullshard.checkpoint.runs.commit import Staging, left_overs
-from fullshard.checkpoint.runs.folder import RunFolder
-from fullshard.checkpoint.runs.lock import lock_run
+from fullshard.checkpoint.runs.folder import RunFolder, lock_run
 from fullshard.checkpoint.runs.retention import Keep, apply_retention, remove_entry
 from fullshard.checkpoint.shards import Piece, ShardWriter
 from fullshard.checkpoint.streaming import stream

@@ -21,7 +21,7 @@ from fullshard.checkpoint.format.manifest import MANIFEST
 from fullshard.checkpoint.format.stored import About, Ancestor
 from fullshard.checkpoint.loading import Checkpoint, Loading, Want
 from fullshard.checkpoint.planning import Plans
-from fullshard.checkpoint.ranks import CheckpointRanks, agree, from_first
+from fullshard.checkpoint.ranks import CheckpointRanks, agreed, from_first
 from fullshard.checkpoint.runs.commit import (
     StepFolder,
     find_step,
@@ -285,29 +285,17 @@ class SaveSession:
     ) -> tuple[Made, Checkpoint]:
         """Read one step. See [Note: Verify, then deliver] in `fullshard.checkpoint.loading`."""
         what = f"cannot load {folder.path}"
-        failure: Exception | None = None
-        checkpoint: Checkpoint | None = None
-        try:
+        with agreed(self.ranks, what):
             checkpoint = Checkpoint(folder.path, run.files)
-        except Exception as error:
-            failure = error
-        agree(self.ranks, what, failure)
-        assert checkpoint is not None
         first = self.ranks.broadcast(checkpoint.manifest.generation.encode()).decode()
         with ExitStack() as stack:
-            try:
+            with agreed(self.ranks, what):
                 _check_same(checkpoint, first)
                 delivery = prepare(checkpoint)
                 loading = stack.enter_context(Loading(checkpoint, delivery.wants))
                 loading.verify(delivery.look)
-            except Exception as error:
-                failure = error
-            agree(self.ranks, what, failure)
-            try:
+            with agreed(self.ranks, f"{what}, of which a part is loaded"):
                 delivery.receive(loading)
-            except Exception as error:
-                failure = error
-            agree(self.ranks, f"{what}, of which a part is loaded", failure)
         if self.ranks.rank == 0 and delivery.is_whole:
             mark_verified(run.files, folder.path)
         return delivery, checkpoint

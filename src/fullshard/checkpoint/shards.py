@@ -4,6 +4,7 @@
 import mmap
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -244,10 +245,8 @@ class ShardReader:
         digest = xxhash.xxh3_128()
         for done in range(0, into.nbytes, _READ_BYTES):
             part = into[done : done + _READ_BYTES]
-            try:
+            with _readable(file.path, name, span):
                 count = self._files.read_into(file, part, start + done)
-            except OSError as error:
-                raise _damaged(file.path, name, span, f"cannot be read: {error}") from error
             if count < part.nbytes:
                 raise _damaged(file.path, name, span, f"end after {done + count} bytes")
             digest.update(part)
@@ -268,21 +267,17 @@ class ShardReader:
     def _checked(self, told: StoredFile, name: str | None) -> OpenFile:
         path = self._folder / told.name
         whole = (0, told.size_bytes)
-        try:
+        with _readable(path, name, whole):
             file = self._files.open(path)
-        except OSError as error:
-            raise _damaged(path, name, whole, f"cannot be read: {error}") from error
-        try:
-            size = self._files.size(file)
-            if size != told.size_bytes:
-                raise _damaged(path, name, whole, f"were written, but the file has {size} bytes")
-            _part(self._files, file, 0, told.header_bytes, told.header_checksum, name)
-        except OSError as error:
-            self._files.close(file)
-            raise _damaged(path, name, whole, f"cannot be read: {error}") from error
-        except CheckpointError:
-            self._files.close(file)
-            raise
+            try:
+                size = self._files.size(file)
+                if size != told.size_bytes:
+                    what = f"were written, but the file has {size} bytes"
+                    raise _damaged(path, name, whole, what)
+                _part(self._files, file, 0, told.header_bytes, told.header_checksum, name)
+            except (OSError, CheckpointError):
+                self._files.close(file)
+                raise
         return file
 
 
@@ -291,10 +286,8 @@ def _part(
 ) -> bytes:
     """Read a part of which the manifest has the checksum."""
     span, data = (start, start + size_bytes), bytearray(size_bytes)
-    try:
+    with _readable(file.path, name, span):
         count = files.read_into(file, memoryview(data), start)
-    except OSError as error:
-        raise _damaged(file.path, name, span, f"cannot be read: {error}") from error
     if count < size_bytes or checksum_of(data) != checksum:
         raise _damaged(
             file.path,
@@ -304,6 +297,15 @@ def _part(
             "of another save or rank",
         )
     return bytes(data)
+
+
+@contextmanager
+def _readable(path: Path, name: str | None, span: tuple[int, int]) -> Iterator[None]:
+    """Raise `CheckpointError` where the system cannot read."""
+    try:
+        yield
+    except OSError as error:
+        raise _damaged(path, name, span, f"cannot be read: {error}") from error
 
 
 def _damaged(path: Path, name: str | None, span: tuple[int, int], what: str) -> CheckpointError:

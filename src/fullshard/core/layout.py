@@ -289,19 +289,14 @@ class Layout:
         return sum(segment.slice_bytes for segment in self.segments if segment.trainable)
 
     @property
-    def grad_made_bytes(self) -> int:
-        """Bytes of the full gradients of the unit, as autograd makes them."""
-        return sum(segment.made_bytes(slot) for segment, slot in self if segment.trainable)
-
-    @property
     def grad_moved_bytes(self) -> int:
-        """Bytes of those, as they are made, that are copied into a buffer to be sent."""
+        """Bytes of full gradients, as autograd makes them, that are copied to be sent."""
         moved = (each for each in self if each[0].trainable and not each[0].sent_as_made)
         return sum(segment.made_bytes(slot) for segment, slot in moved)
 
     @property
     def grad_copied_bytes(self) -> int:
-        """Bytes of that buffer."""
+        """Bytes of the buffer that they are copied into."""
         return sum(each.grad_full_bytes for each in self.segments if not each.sent_as_made)
 
     @property

@@ -56,9 +56,9 @@ class EntryPlace:
 class FileWriter:
     """A file that appears under its name when it is complete; keeps its first failure.
 
-    Until then it lies beside the target, with ``.partial`` behind its name. End with `finish`, or
-    with `abandon` after an exception: both remove what is not complete. A target that is there
-    and no regular file (a device, a pipe, a folder) is a failure, and is left alone.
+    Until then it lies beside the target, with ``.partial`` behind its name. It is complete when the
+    ``with`` ends well; else what is there of it is removed. A target that is there and no regular
+    file (a device, a pipe, a folder) is a failure, and is left alone.
     """
 
     def __init__(self, target: Path, header: bytes):
@@ -74,6 +74,14 @@ class FileWriter:
         except OSError as error:
             self.failure = error
         self.append(header)
+
+    def __enter__(self) -> "FileWriter":
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        if error is None:
+            self._let_appear()
+        self._remove()
 
     def append(self, data: bytes | memoryview) -> None:
         """Write the next bytes."""
@@ -98,21 +106,18 @@ class FileWriter:
         except OSError as error:
             self.failure = error
 
-    def finish(self) -> None:
-        """Let the file appear, unless something has failed."""
-        if self._descriptor is None:
+    def _let_appear(self) -> None:
+        if self._descriptor is None or self.failure is not None:
             return
-        if self.failure is None:
-            try:
-                os.fsync(self._descriptor)
-                if not os.path.samestat(os.fstat(self._descriptor), self._staging.stat()):
-                    raise FileExistsError(f"somebody else writes {self._staging} too")
-                self._staging.replace(self._target)
-            except OSError as error:
-                self.failure = error
-        self.abandon()
+        try:
+            os.fsync(self._descriptor)
+            if not os.path.samestat(os.fstat(self._descriptor), self._staging.stat()):
+                raise FileExistsError(f"somebody else writes {self._staging} too")
+            self._staging.replace(self._target)
+        except OSError as error:
+            self.failure = error
 
-    def abandon(self) -> None:
+    def _remove(self) -> None:
         """Remove what has been written, unless it is complete."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is None:

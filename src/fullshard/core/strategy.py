@@ -58,18 +58,6 @@ class ShardingStrategy(Enum):
         )
 
 
-class BackwardPrefetch(Enum):
-    """FSDP1's names and numbers for when backward gathers the next unit.
-
-    BACKWARD_PRE: before the current unit's backward (overlaps with all of it, one unit more in
-    memory). BACKWARD_POST: here the same as none, since a unit's parameters are freed only when its
-    backward is over and the next one's begins at once.
-    """
-
-    BACKWARD_PRE = 1
-    BACKWARD_POST = 2
-
-
 @dataclass(frozen=True)
 class Prefetch:
     """The number of units to gather ahead of use, and of reduces in flight at once.

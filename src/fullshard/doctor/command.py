@@ -13,10 +13,8 @@ from fullshard.core.errors import CommunicationError, ConfigurationError
 from fullshard.core.text import HelpFormatter
 from fullshard.distributed import default_nproc
 from fullshard.doctor.findings import Finding
-from fullshard.doctor.links.measure import SIZES_BYTES, check_links, measure_links
-from fullshard.doctor.links.ranks import joined, measure_locally
+from fullshard.doctor.links import SIZES_BYTES, check_links, joined, measure_links, measure_locally
 from fullshard.doctor.machine.checks import check_machine
-from fullshard.doctor.machine.environment import check_environment
 from fullshard.doctor.machine.snapshot import Machine, facts, read_machine
 from fullshard.doctor.output import Report, print_report, to_json
 from fullshard.doctor.scripts import check_scripts
@@ -137,8 +135,7 @@ def _alone(nproc: int | None, with_links: bool, sizes_bytes: Sequence[int]) -> R
 
 
 def _of_host(machine: Machine) -> Report:
-    findings = [*check_machine(machine), *check_environment(machine)]
-    return Report({machine.hostname: facts(machine)}, findings)
+    return Report({machine.hostname: facts(machine)}, check_machine(machine))
 
 
 def _among_launched(with_links: bool, sizes_bytes: Sequence[int]) -> tuple[Report | None, int]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from fullshard.core.text import in_columns
 from fullshard.doctor.findings import Finding
-from fullshard.doctor.links.measure import Links, bus_bytes_per_s
+from fullshard.doctor.links import Links, bus_bytes_per_s
 
 _ORDER = ("severe", "warning", "note")
 

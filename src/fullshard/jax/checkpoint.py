@@ -34,7 +34,7 @@ from fullshard.checkpoint.format.stored import About
 from fullshard.checkpoint.format.tiling import grid_tile
 from fullshard.checkpoint.format.values import from_json, to_json
 from fullshard.checkpoint.loading import Loading, Want
-from fullshard.checkpoint.ranks import FolderRanks, agree
+from fullshard.checkpoint.ranks import FolderRanks, agreed
 from fullshard.checkpoint.runs.folder import run_folder
 from fullshard.checkpoint.saving import versions_of
 from fullshard.checkpoint.session import Content, Loaded, SaveSession, check_step
@@ -185,13 +185,9 @@ class _ProcessRanks:
         """Ranks that talk through ``run``: threads of a JAX program have no collectives."""
         name = self.broadcast(uuid.uuid4().hex.encode()).decode()
         aside = FolderRanks(run, name, self.rank, self.size, files)
-        failure: Exception | None = None
-        try:
+        with agreed(self, f"nothing can be saved to {run}"):
             if self.rank == 0:
                 aside.open()
-        except OSError as error:
-            failure = error
-        agree(self, f"nothing can be saved to {run}", failure)
         return aside
 
 

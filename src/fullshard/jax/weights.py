@@ -16,6 +16,7 @@ way there and back is equal bit for bit.
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -53,19 +54,14 @@ def save_weights(path: str | Path, state: TrainState, names: Names | None = None
         ConfigurationError: on all processes, if the file cannot be written or cannot hold a dtype.
     """
     target, leaves = Path(path), _leaves(state, names)
-    writer = FileWriter(target, header_of(_entries(leaves))) if jax.process_index() == 0 else None
-    try:
+    header = header_of(_entries(leaves))
+    with FileWriter(target, header) if jax.process_index() == 0 else nullcontext() as writer:
         for leaf in leaves:
             array = to_host(leaf.data)
             if writer is not None:
                 raw = leaf.as_stored(array).reshape(-1).view(np.uint8).data
                 for _ in (leaf.stored.name, *leaf.stored.aliases):
                     writer.append(raw)
-        if writer is not None:
-            writer.finish()
-    finally:
-        if writer is not None:
-            writer.abandon()
     failed = ConfigurationError(str(writer.failure)) if writer and writer.failure else None
     agree(process_ranks(), f"could not write the weights to {target}", failed)
 

@@ -7,7 +7,9 @@ lists what to know first. Every further public name of the interfaces, of `inspe
 and of `checkpoint` is here, too.
 """
 
-# First of all: it refuses a torch that lacks what the others take from it.
+from torch.nn.utils import clip_grad_norm_
+
+# Before all others: it refuses a torch that lacks what they take from it.
 import fullshard.torch.private_names  # noqa: F401
 from fullshard.core.strategy import ShardingStrategy
 from fullshard.torch import inspection
@@ -20,7 +22,6 @@ from fullshard.torch.fsdp2.experts import shard_experts
 from fullshard.torch.fsdp2.fully_shard import fully_shard
 from fullshard.torch.fsdp2.module import FSDPModule
 from fullshard.torch.inspection.traffic import tracing
-from fullshard.torch.optim.clipping import clip_grad_norm_
 from fullshard.torch.optim.exchange import exchange_matrices
 from fullshard.torch.optim.grad_scaler import ShardedGradScaler
 from fullshard.torch.optim.overlap_optimizer import overlap_optimizer

@@ -62,8 +62,7 @@ ENGINE = _found_in(
     # Modules and optimizers.
     torch.nn: Module._apply Module._buffers Module._call_impl Module._forward_hooks Module._modules
     torch.nn: Module._parameters
-    torch.nn.modules.batchnorm: _BatchNorm
-    torch.distributed.fsdp: _common_utils _flat_param
+    torch.distributed.fsdp: _common_utils _flat_param MixedPrecision._module_classes_to_ignore
     torch.distributed.fsdp._flat_param: _ShardParamInfo
     torch.optim: SGD._init_group Optimizer._optimizer_state_dict_post_hooks
     torch.optim: Optimizer._optimizer_step_post_hooks

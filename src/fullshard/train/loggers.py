@@ -45,18 +45,16 @@ def logging_to(config: Config, folder: Path | None) -> Iterator[Sequence[Tell]]:
         for name in config.log.to if folder is not None else ():
             module, _, function = name.partition(":")
             if function:
-                told.append(_callback(module, function))
+                tell: Tell | None = getattr(importlib.import_module(module), function, None)
+                if not callable(tell):
+                    raise ConfigurationError(
+                        f"log.to: module {module!r} has no function {function!r}"
+                    )
+                told.append(tell)
             else:
                 assert folder is not None
                 told.append(stack.enter_context(_LOGGERS[name](folder, config)))
         yield told
-
-
-def _callback(module: str, function: str) -> Tell:
-    tell: Tell | None = getattr(importlib.import_module(module), function, None)
-    if not callable(tell):
-        raise ConfigurationError(f"log.to: module {module!r} has no function {function!r}")
-    return tell
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,8 +73,8 @@ def export_safetensors(
     if len(groups) > 1:
         total = sum(tensor.size_bytes for tensor in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        writer = FileWriter(target / INDEX, json.dumps(index, indent=2).encode())
-        _finish(writer, target / INDEX)
+        with _written(target / INDEX, json.dumps(index, indent=2).encode()):
+            pass
         files.append(target / INDEX)
     return files
 
@@ -101,26 +102,25 @@ def _write_file(
 ) -> None:
     ordered = dict(sorted(tensors.items(), key=lambda each: -each[1].item_bytes))
     header = header_of({name: Entry(each.dtype, each.shape) for name, each in ordered.items()})
-    writer = FileWriter(target, header)
     block = memoryview(bytearray(PART_BYTES))
-    try:
-        with ShardReader(checkpoint.files, checkpoint.folder, checkpoint.manifest) as reader:
-            for name, tensor in ordered.items():
-                for boxes, size_bytes in in_parts(tensor):
-                    view = block[:size_bytes]
-                    read_boxes(reader, prefix + name, tensor, boxes, view)
-                    writer.append(view)
-                    if progress is not None:
-                        progress(size_bytes)
-    except CheckpointError as error:
-        writer.failure = OSError(str(error))  # nothing may appear under the name
-        writer.finish()
-        raise
-    _finish(writer, target)
+    with (
+        _written(target, header) as writer,
+        ShardReader(checkpoint.files, checkpoint.folder, checkpoint.manifest) as reader,
+    ):
+        for name, tensor in ordered.items():
+            for boxes, size_bytes in in_parts(tensor):
+                view = block[:size_bytes]
+                read_boxes(reader, prefix + name, tensor, boxes, view)
+                writer.append(view)
+                if progress is not None:
+                    progress(size_bytes)
 
 
-def _finish(writer: FileWriter, target: Path) -> None:
-    writer.finish()
+@contextmanager
+def _written(target: Path, header: bytes) -> Iterator[FileWriter]:
+    """Write a file that begins with ``header``. Raises `CheckpointError` if it cannot be."""
+    with FileWriter(target, header) as writer:
+        yield writer
     if writer.failure is not None:
         raise CheckpointError(f"{target} cannot be written: {writer.failure}", file=str(target))
 

@@ -62,8 +62,8 @@ def seal(path: str | Path, progress: Progress | None = None) -> SealReport:
                 raise CheckpointError(f"{place} changes while it is sealed", file=str(place))
             told[name] = {"size_bytes": before, "xxh3_128": checksums}
         data = wrap(FORMAT, VERSION, {"chunk_bytes": CHUNK_BYTES, "files": told})
-        writer = FileWriter(_seal_of(target), data)
-        writer.finish()
+        with FileWriter(_seal_of(target), data) as writer:
+            pass
         if writer.failure is not None:
             raise writer.failure
     except OSError as error:

@@ -1,15 +1,70 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run's folder with how it is kept."""
+"""A run's folder with how it is kept.
 
+[Note: One process at a time]
+The process of rank 0 locks ``.lock`` in the folder at its first save and until it ends, however it
+ends; the system gives the lock back. The file says who has it, for the text of the refusal. File
+systems without locks are used without one.
+"""
+
+import contextlib
 import os
+import socket
+import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fullshard.checkpoint.files import Files
+from fullshard.checkpoint.files import Files, OpenFile
 from fullshard.checkpoint.runs.commit import StepFolder, steps_in
 from fullshard.checkpoint.runs.retention import Keep
 from fullshard.checkpoint.streaming import BLOCK_BYTES
-from fullshard.core.errors import ConfigurationError
+from fullshard.core.errors import CheckpointError, ConfigurationError
+
+LOCK = ".lock"
+_MOST = 64  # folders that a process keeps locked; of more the ones that were used first are freed
+_locked: dict[tuple[int, str], OpenFile] = {}
+_changing = threading.Lock()
+
+
+def lock_run(files: Files, run: Path) -> None:
+    """Lock ``run`` until this process ends; see [Note: One process at a time].
+
+    Raises `CheckpointError` if another saves there.
+    """
+    path = run / LOCK
+    key = (os.getpid(), os.path.realpath(path))  # a fork has no locks of its parent
+    with _changing:
+        known = _locked.pop(key, None)
+        if known is not None and not _is_same(known, path):
+            os.close(known.descriptor)
+            known = None
+        if known is None:
+            known = _taken(files, run, path)
+        _locked[key] = known
+        while len(_locked) > _MOST:
+            os.close(_locked.pop(next(iter(_locked))).descriptor)
+
+
+def _taken(files: Files, run: Path, path: Path) -> OpenFile:
+    owner, now = "", time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    try:
+        return files.lock(path, f"process {os.getpid()} on {socket.gethostname()}, since {now}\n")
+    except BlockingIOError as error:
+        with contextlib.suppress(OSError):
+            owner = path.read_text("utf-8", "replace").strip()[:200]
+        raise CheckpointError(
+            f"{run} is in use: {owner or 'another process'} saves into it. A run "
+            "folder belongs to one run at a time: give this one its own, or end the other",
+            file=str(path),
+        ) from error
+
+
+def _is_same(known: OpenFile, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(known.descriptor), path.stat())
+    except OSError:
+        return False
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,7 @@ def read_machine(local_ranks: int, world_size: int, environ: Mapping[str, str]) 
     """Look at this machine. Starts nothing and talks to no other rank; on GPUs it opens CUDA."""
     gpus = _gpus()
     files = _limit("RLIMIT_NOFILE")
+    nccl: Any = torch.cuda.nccl.version  # has no types
     return Machine(
         packages={name: installed_version(name) for name in PACKAGES},
         local_ranks=local_ranks,
@@ -99,7 +100,7 @@ def read_machine(local_ranks: int, world_size: int, environ: Mapping[str, str]) 
         no_peer_access=_no_peer_access(len(gpus)),
         torch_cuda=torch.version.cuda,
         driver=_driver(Path("/proc/driver/nvidia/version")),
-        nccl=_nccl() if gpus else None,
+        nccl=".".join(map(str, nccl())) if gpus else None,
         shared_memory=_space("/dev/shm"),
         disk=_space("."),
         open_files=files[0],
@@ -165,11 +166,6 @@ def _gpus() -> tuple[Gpu, ...]:
         name = torch.cuda.get_device_name(number)
         found.append(Gpu(name, total_bytes, free_bytes, capability))
     return tuple(found)
-
-
-def _nccl() -> str:
-    version: Any = torch.cuda.nccl.version  # has no types
-    return ".".join(map(str, version()))
 
 
 def _no_peer_access(count: int) -> tuple[tuple[int, int], ...]:

@@ -27,8 +27,14 @@ from fullshard.torch.checkpoint.collecting import (
     names_of_parameters,
 )
 from fullshard.torch.checkpoint.optimizers import OptimizerLoad
-from fullshard.torch.checkpoint.ranks import call_all, comms_of
-from fullshard.torch.checkpoint.saving import RANDOM, line_of, refuse_inside_forward, session_of
+from fullshard.torch.checkpoint.saving import (
+    RANDOM,
+    call_all,
+    comms_of,
+    line_of,
+    refuse_inside_forward,
+    session_of,
+)
 from fullshard.torch.checkpoint.tensors import KnownBoxes, LocalPart, local_part
 from fullshard.torch.checkpoint.values import decode, set_random_state
 from fullshard.torch.unit.extensions import resting_bytes

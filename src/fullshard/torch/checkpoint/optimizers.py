@@ -17,7 +17,6 @@ from fullshard.torch.checkpoint.tensors import DTYPES, KnownBoxes, LocalPart, lo
 from fullshard.torch.state.apart import state_of_all
 from fullshard.torch.state.owned import NUMBERS, catch_up, place_in
 from fullshard.torch.state.tensor_classes import names_of_parts, put_together
-from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter
 
 
@@ -75,7 +74,7 @@ class OptimizerLoad:
                 here = group.get(name)
                 if _equal(here, value):
                     continue
-                if _names_algorithm(name, here, value):
+                if name in _ALGORITHM or isinstance(here, bool) or isinstance(value, bool):
                     told.append(f"{where}{name} stays {here!r}, saved with {value!r}")
                 else:
                     group[name] = value
@@ -125,36 +124,29 @@ class OptimizerLoad:
         if isinstance(there, Tensor) and tuple(there.shape) == stored.shape:
             value, fresh = there, False
         else:
-            place = (
-                place_in(self._optimizer, param) if isinstance(param, ShardedParameter) else None
-            )
-            value = _new_value(param, place, kind, stored, dtype, _device_of(group, param, kind))
-            fresh = True
+            # As `Optimizer.load_state_dict`: a step count is on the host unless the device uses it.
+            on_device = kind != "step" or group.get("capturable") or group.get("fused")
+            device = param.device if on_device else torch.device("cpu")
+            value, fresh = self._new_value(param, kind, stored, dtype, device), True
         held = local_part(full, value, self._boxes)
         self._targets.append((full, replace(held, fresh=fresh)))
         return value
 
-
-def _new_value(
-    param: Tensor,
-    place: Ownership | None,
-    kind: str,
-    stored: StoredTensor,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    if stored.shape == tuple(param.shape) and kind not in NUMBERS:
-        if isinstance(param, ShardedParameter) and place is not None:
+    def _new_value(
+        self,
+        param: Tensor,
+        kind: str,
+        stored: StoredTensor,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> Tensor:
+        if stored.shape != tuple(param.shape) or kind in NUMBERS:
+            return torch.empty(stored.shape, dtype=dtype, device=device)
+        if isinstance(param, ShardedParameter):
+            place = place_in(self._optimizer, param)
             local = param.local.new_empty(place.span.numel, dtype=dtype)
             return ShardedParameter.value(local, place)
         return torch.empty_like(param, dtype=dtype, requires_grad=False)
-    return torch.empty(stored.shape, dtype=dtype, device=device)
-
-
-def _device_of(group: Mapping[str, Any], param: Tensor, kind: str) -> torch.device:
-    """As `Optimizer.load_state_dict`: a step count is on the host unless the device uses it."""
-    on_device = kind != "step" or group.get("capturable") or group.get("fused")
-    return param.device if on_device else torch.device("cpu")
 
 
 def _stored_kinds(checkpoint: Checkpoint, key: str) -> dict[str, dict[str, str]]:
@@ -204,10 +196,6 @@ _ALGORITHM |= {"decoupled_weight_decay", "amsgrad", "centered", "adjust_lr_fn", 
 # Those with state of their own: it would be lacking, or left over.
 _WITH_STATE = ("amsgrad", "centered")
 _ADAM = {"Adam", "AdamW"}
-
-
-def _names_algorithm(name: str, here: Any, saved: Any) -> bool:
-    return name in _ALGORITHM or isinstance(here, bool) or isinstance(saved, bool)
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -2,6 +2,7 @@
 """The interface with FSDP1's signature: `FullyShardedDataParallel`, and the types it takes."""
 
 from torch.distributed.fsdp import (
+    BackwardPrefetch,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     LocalOptimStateDictConfig,
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import (
     StateDictType,
 )
 
-from fullshard.core.strategy import BackwardPrefetch, ShardingStrategy
+from fullshard.core.strategy import ShardingStrategy
 from fullshard.torch.fsdp1.flat_params import FlatParameter
 from fullshard.torch.fsdp1.wrapper import FullyShardedDataParallel
 from fullshard.torch.optim.grad_scaler import ShardedGradScaler

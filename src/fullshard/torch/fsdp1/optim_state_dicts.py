@@ -6,7 +6,8 @@ it, and ``param_groups``, whose ``params`` are names. What is to be loaded has n
 names, as `torch.optim.Optimizer.load_state_dict` wants it.
 """
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -14,11 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 from torch.optim import Optimizer
 
+from fullshard.checkpoint.format.values import from_json, to_json
 from fullshard.core.errors import ConfigurationError, NotSupportedError
+from fullshard.torch.comm.ranks import Ranks
+from fullshard.torch.comm.texts import broadcast_bytes
 from fullshard.torch.comm.watch.roll_call import call_roll
 from fullshard.torch.fsdp1.state_dicts import StateDictForms
 from fullshard.torch.state.apart import state_of_all
-from fullshard.torch.state.broadcast_state import broadcast_state
 from fullshard.torch.state.forms import StateForm
 from fullshard.torch.state.optimizers import cut_state, in_form, uncut_spans
 from fullshard.torch.state.owned import complete_state
@@ -272,3 +275,68 @@ def _to_load(
         settings = saved[own[0]] if own else group
         loaded.append({**settings, "params": [keys[numbers[name]] for name in own]})
     return {**result, "param_groups": loaded}
+
+
+_TENSOR = "tensor"
+
+
+def broadcast_state(
+    ranks: Ranks, saved: Mapping[str, Any], params: Mapping[str, Any], device: torch.device
+) -> dict[str, Any]:
+    """Send the first rank's ``saved`` to all ranks, which keep their spans of it. Collective.
+
+    ``saved`` has ``state`` (by the names of ``params``) and ``param_groups``, made of tensors,
+    numbers, texts, dicts, lists and tuples. One tensor at a time is whole, on ``device``; nothing
+    is pickled. Raises `ConfigurationError` on all ranks for values of another kind.
+    """
+    tensors: list[Tensor] = []
+
+    def note(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        tensors.append(value)
+        return {_TENSOR: [str(value.dtype).removeprefix("torch."), list(value.shape)]}
+
+    text, failure = "", None
+    if ranks.first:
+        try:
+            text = json.dumps(to_json(saved, note, "state"))
+        except ConfigurationError as error:
+            failure = error
+    if ranks.any(failure is not None, device):
+        raise ConfigurationError(
+            f"the optimizer's state cannot be sent: {failure or 'the error is on the first rank'}"
+        )
+    data = text.encode()
+    for comm in (ranks.replicas, ranks.gather):
+        data = broadcast_bytes(comm, data, device)
+    described = from_json(json.loads(data))
+    sent = iter(tensors)
+
+    def receive(dtype: str, shape: list[int]) -> Tensor:
+        if ranks.first:
+            tensor = next(sent).detach().to(device, copy=True).contiguous()
+        else:
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
+        ranks.broadcast(tensor)
+        return tensor
+
+    state: dict[str, Any] = {}
+    for name, values in described["state"].items():
+        state[name] = {}
+        for key, value in values.items():
+            one = {key: _restored(value, receive)}
+            param = params.get(name)
+            state[name] |= cut_state(one, param) if isinstance(param, ShardedParameter) else one
+    return {"state": state, "param_groups": _restored(described["param_groups"], receive)}
+
+
+def _restored(value: Any, receive: Callable[[str, list[int]], Tensor]) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_restored(item, receive) for item in value)
+    if not isinstance(value, dict):
+        return value
+    if set(value) == {_TENSOR}:
+        tensor = receive(*value[_TENSOR])
+        return tensor.cpu() if tensor.dim() == 0 else tensor
+    return {key: _restored(item, receive) for key, item in value.items()}

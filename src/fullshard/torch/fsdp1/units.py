@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import BackwardPrefetch
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError
 from fullshard.core.grouping import group_parameters
-from fullshard.core.strategy import BackwardPrefetch, ShardingStrategy
+from fullshard.core.strategy import ShardingStrategy
 from fullshard.torch.comm.compressed import CommunicationCompression, check_compression
 from fullshard.torch.comm.process_group import group_of
 from fullshard.torch.comm.ranks import Where, compressed, ranks_of
@@ -139,7 +140,7 @@ class _FullPrecision(MixedPrecision):
 
     def __init__(self, around: torch.dtype):
         super().__init__(param_dtype=torch.float32, cast_forward_inputs=True)
-        object.__setattr__(self, "output_dtype", around)
+        self.output_dtype = around
 
 
 def parameters_by_module(

@@ -9,9 +9,11 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import BackwardPrefetch
+from torch.nn.utils import clip_grad_norm_
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
-from fullshard.core.strategy import BackwardPrefetch, ShardingStrategy
+from fullshard.core.strategy import ShardingStrategy
 from fullshard.torch.comm.compressed import CommunicationCompression
 from fullshard.torch.comm.ranks import Where
 from fullshard.torch.fsdp1.flat_params import FlatHandles, mark_flattened
@@ -23,7 +25,6 @@ from fullshard.torch.fsdp1.units import (
     members_by_name,
     parameters_by_module,
 )
-from fullshard.torch.optim.clipping import clip_grad_norm_
 from fullshard.torch.optim.original_params import switch_optimizers
 from fullshard.torch.sharding.auto_wrap import auto_wrap_policy
 from fullshard.torch.sharding.find import ignored_parts
@@ -193,17 +194,15 @@ class FullyShardedDataParallel(
             params = members[module]
             if plan.ranks.first or each_rank_initialises:
                 params = initialise([module], params, plan.device, param_init_fn)
-            wrapper._wrap(module, params, plan)
+            nn.Module.__init__(wrapper)
+            setattr(wrapper, WRAPPED, module)
+            add_prefix: Any = wrapper.register_load_state_dict_pre_hook  # has no types
+            add_prefix(_add_wrapped_to_keys)
+            shard_modules([wrapper], params, plan)
             if wrapper is not self:
                 _replace_module(root, module, wrapper)
         if not each_rank_initialises:
             broadcast_buffers([root], plans[root].ranks, plans[root].device)
-
-    def _wrap(self, module: nn.Module, params: Sequence[ParamSites], plan: Plan) -> None:
-        nn.Module.__init__(self)
-        setattr(self, WRAPPED, module)
-        self.register_load_state_dict_pre_hook(_add_wrapped_to_keys)  # type: ignore[no-untyped-call]
-        shard_modules([self], params, plan)
 
     @property
     def module(self) -> nn.Module:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of FSDP2: a function that shards modules in place, bottom-up."""
 
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,6 +10,7 @@ from typing import Any, overload
 from torch import nn
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import StateDictType
 
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.core.strategy import Sharding
@@ -22,7 +24,6 @@ from fullshard.torch.fsdp2.placements import (
     has_forward,
     placement_of,
 )
-from fullshard.torch.fsdp2.pretrained import SavesPretrained
 from fullshard.torch.sharding.find import ignored_parts
 from fullshard.torch.sharding.module_buffers import move_buffers
 from fullshard.torch.sharding.options import (
@@ -41,6 +42,8 @@ from fullshard.torch.sharding.owners import (
 )
 from fullshard.torch.sharding.settings import mark_optional
 from fullshard.torch.sharding.shard import ToShard, agree, shard_modules, shardable_parameters
+from fullshard.torch.state.forms import StateForm, change_form
+from fullshard.torch.state.weights_file import Entries
 from fullshard.torch.step.managed import managed_unit_of
 from fullshard.torch.unit.plan import Plan
 from fullshard.torch.unit.sites import ParamSites
@@ -91,7 +94,7 @@ def fully_shard(
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008 - frozen
-    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - frozen
+    offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008 - it has no fields
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: Any = None,
     compression: CommunicationCompression | None = None,
@@ -252,3 +255,40 @@ def _sharded_class(cls: type[nn.Module]) -> type[nn.Module]:
         base = SavesPretrained if hasattr(cls, "save_pretrained") else FSDPModule
         _sharded_classes[cls] = type(f"FSDP{cls.__name__}", (base, cls), members)
     return _sharded_classes[cls]
+
+
+_INSTEAD = "call it on every rank: rank 0 alone writes, or pass state_dict= to call it there alone"
+
+
+class SavesPretrained(FSDPModule):
+    """The base of the classes that `fully_shard` makes of classes that have ``save_pretrained``."""
+
+    def save_pretrained(self, *args: Any, **options: Any) -> Any:
+        """Write the plain model's files, as the module's own class does. Collective.
+
+        Weights are gathered unit by unit into rank 0's host memory. It writes; the others wait.
+        With ``state_dict``, or on models that transformers itself has sharded, this is the own
+        class's method alone.
+
+        Raises:
+            ConfigurationError: on all ranks, if rank 0 cannot write, or there is a parameter on
+                the meta device.
+            UsageError: called on some ranks only, see `fullshard.torch.comm.watch.roll_call`.
+        """
+        own = super().save_pretrained  # type: ignore[misc]  # the module's own class has it
+        call = inspect.signature(own).bind(*args, **options)
+        theirs = getattr(getattr(self, "config", None), "distributed_config", None)
+        given_state = {**call.arguments, **call.kwargs}.get("state_dict")
+        if given_state is not None or theirs is not None or options.get("distributed_checkpoint"):
+            return own(*args, **options)
+        entries = Entries(self)
+        entries.call_roll("save_pretrained()", _INSTEAD)
+        form = StateForm(StateDictType.FULL_STATE_DICT, on_host=True, kept=entries.first)
+        change_form(entries.values, form, "save_pretrained()", _INSTEAD)
+        call.arguments.pop("state_dict", None)
+        with entries.together("could not save the model"):
+            if entries.first:
+                if not getattr(self, "should_save_on_this_rank", bool)(True):
+                    raise UsageError("the model's ranks are without the job's rank 0, which writes")
+                own(*call.args, **{**call.kwargs, "state_dict": entries.values})
+        return None

@@ -124,15 +124,11 @@ def memory_of_ranks(group: Where = None) -> MemoryOfRanks:
     shard = torch.tensor(figures, dtype=torch.int64, device="cpu")
     full = torch.empty(comm.size * len(figures), dtype=torch.int64, device="cpu")
     comm.all_gather([(full, shard)], label="memory of ranks").wait()
-    rows = full.view(comm.size, len(figures)).tolist()
-    return MemoryOfRanks(_from_figures(rank, row) for rank, row in enumerate(rows))
-
-
-def _from_figures(rank: int, figures: list[int]) -> MemoryOfRank:
-    names = [field.name for field in fields(MemoryOfRank)[1:]]
-    values = zip(names, figures, strict=True)
-    known: dict[str, Any] = {name: value if value >= 0 else None for name, value in values}
-    return MemoryOfRank(rank, **known)
+    rows: list[list[Any]] = [
+        [None if figure < 0 else figure for figure in row]
+        for row in full.view(comm.size, len(figures)).tolist()
+    ]
+    return MemoryOfRanks(MemoryOfRank(rank, *row) for rank, row in enumerate(rows))
 
 
 def _text(count: int | None) -> str:
@@ -260,7 +256,8 @@ def memory_summary(model: nn.Module, optimizer: Optimizer | None = None) -> Memo
     gradients = trained + sum(map(_gradient_bytes, all_units))
     measured = optimizer is not None and (bool(optimizer.state) or _keeps_none(optimizer))
     if optimizer is not None and measured:
-        mine, of_all = optimizer_state_bytes(optimizer), _unsharded_state_bytes(optimizer)
+        mine, values = optimizer_state_bytes(optimizer), tree_leaves(list(optimizer.state.values()))
+        of_all = sum(_global_bytes(value) for value in values if isinstance(value, Tensor))
         whole = replace(whole, optimizer_bytes=of_all)
     else:
         mine = _adamw_bytes(list(model.parameters()))
@@ -279,11 +276,6 @@ def _global_bytes(tensor: Tensor) -> int:
 def _adamw_bytes(params: Sequence[Tensor]) -> int:
     trained = [param for param in params if param.requires_grad]
     return _MOMENTS * sum(map(held_bytes, trained)) + _STEP_COUNT_BYTES * len(trained)
-
-
-def _unsharded_state_bytes(optimizer: Optimizer) -> int:
-    values = tree_leaves(list(optimizer.state.values()))
-    return sum(_global_bytes(value) for value in values if isinstance(value, Tensor))
 
 
 def _keeps_none(optimizer: Optimizer) -> bool:

@@ -22,14 +22,53 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from fullshard.core.errors import CommunicationError, ConfigurationError, UsageError
+from fullshard.core.text import bytes_text, in_columns
 from fullshard.host_memory import host_total_bytes, resident_bytes
-from fullshard.report import Facts, RecordWriter, TimedSpan, record_path
+from fullshard.report import Facts, MemoryByOwner, RecordWriter, TimedSpan, record_path
 from fullshard.report.files import age_of_process_s
-from fullshard.torch.inspection.last_words import is_out_of_memory, live_table
 from fullshard.torch.inspection.open_step import OpenStep, RecordTime
 from fullshard.torch.inspection.recorded_model import RecordedModel, recorded_model
 from fullshard.torch.step.profiling import OpRecorder
 from fullshard.torch.unit.unit import Unit
+
+_NAMED = 8  # units
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if ``error`` says that a device or the host has no memory left."""
+    alike = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return alike or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+
+
+def live_table(rank: int, memory: MemoryByOwner, units: Mapping[str, tuple[int, int]]) -> str:
+    """Write what is live on ``rank``, with the units that hold most.
+
+    What the error has passed through was freed by it. ``units`` has the bytes of full parameters
+    and of full gradients by name.
+    """
+    owners = [
+        ("parameters, sharded", memory.parameters_bytes),
+        ("gradients, sharded", memory.gradients_bytes),
+        ("optimizer state", memory.optimizer_bytes),
+        ("full parameters of units", memory.gathered_bytes),
+        ("full gradients of units", memory.gradient_buffers_bytes),
+        ("activations and all else", memory.activations_bytes),
+        ("together", memory.total_bytes),
+        ("the most so far", memory.peak_bytes),
+        ("there is", memory.limit_bytes),
+    ]
+    rows = [(name, bytes_text(size)) for name, size in owners if size is not None]
+    live = in_columns([("live as the error came out", "bytes"), *rows], right=(1,))
+    lines = [f"Out of memory on rank {rank}.", live]
+    holding = sorted((u for u in units.items() if sum(u[1])), key=lambda u: -sum(u[1]))
+    if holding:
+        heads: list[tuple[object, ...]] = [("unit", "full parameters", "full gradients")]
+        sizes = [(name, *map(bytes_text, held)) for name, held in holding[:_NAMED]]
+        more = f"\n(and {len(holding) - _NAMED} more)" if len(holding) > _NAMED else ""
+        lines.append(in_columns([*heads, *sizes], right=(1, 2)) + more)
+    lines.append("What to change, in which order: fullshard plan, and the page Out of memory.")
+    return "\n".join(lines)
+
 
 T = TypeVar("T")
 

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,11 +135,11 @@ def _recomputing(model: nn.Module, paths: Sequence[str], selective: bool) -> Ite
     chosen = [m for path, m in model.named_modules() if clean_name(path) in set(paths)]
 
     def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+        make: Any = create_selective_checkpoint_contexts  # has no types
+        kept: dict[str, Any] = {}
         if selective:
-            return lambda *args, **kwargs: checkpoint(
-                forward, *args, use_reentrant=False, context_fn=_contexts, **kwargs
-            )
-        return lambda *args, **kwargs: checkpoint(forward, *args, use_reentrant=False, **kwargs)
+            kept["context_fn"] = lambda: make(_EachSecondProduct())
+        return partial(checkpoint, forward, use_reentrant=False, **kept)
 
     for module in chosen:
         module.__dict__["forward"] = recomputed(module.forward)
@@ -147,12 +148,6 @@ def _recomputing(model: nn.Module, paths: Sequence[str], selective: bool) -> Ite
     finally:
         for module in chosen:
             del module.__dict__["forward"]
-
-
-def _contexts() -> tuple[Any, Any]:
-    found: tuple[Any, Any]
-    found = create_selective_checkpoint_contexts(_EachSecondProduct())  # type: ignore[no-untyped-call]
-    return found
 
 
 class _EachSecondProduct:

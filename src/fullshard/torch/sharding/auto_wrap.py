@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from fullshard.core.strategy import AS_IT_RESTS, Precision
+from fullshard.core.strategy import AS_IT_RESTS
 from fullshard.plan.choose.wrapping import choose_wrapping
 from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.cluster.devices import cluster_of, device_of_driver, named_device
@@ -21,9 +21,7 @@ _LISTS = (nn.ModuleList, nn.Sequential)
 
 
 def auto_wrap_policy(
-    root: nn.Module,
-    ignored: AbstractSet[nn.Module] = frozenset(),
-    precision: Precision = AS_IT_RESTS,
+    root: nn.Module, ignored: AbstractSet[nn.Module] = frozenset()
 ) -> CustomPolicy:
     """The policy that the planner chooses for ``root`` on the ranks that there are.
 
@@ -36,19 +34,14 @@ def auto_wrap_policy(
     by_path = {
         path: module
         for path, module in root.named_modules()
-        if path and module not in left_out and _has_parameters(module)
+        if path and module not in left_out and any(True for _ in module.parameters())
+        if type(module).forward is not nn.Module.forward
     }
     candidates = list(_candidates(root, by_path))
     specs = [each.spec for each in find_parameters([root])[0]]
-    chosen = choose_wrapping(specs, candidates, _cluster(root), precision)
+    chosen = choose_wrapping(specs, candidates, _cluster(root), AS_IT_RESTS)
     units = {by_path[path] for path in chosen.paths}
     return CustomPolicy(lambda module: module in units)
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None and type(module).forward is not (
-        nn.Module.forward
-    )
 
 
 def _candidates(root: nn.Module, by_path: dict[str, nn.Module]) -> Iterator[tuple[str, ...]]:

@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The option classes of FSDP1 and FSDP2, and their translation for the engine."""
+"""The option classes of FSDP1 and FSDP2, and their translation for the engine.
 
-from collections.abc import Sequence
+They are PyTorch's own, but for those with something that PyTorch's have not.
+"""
+
 from dataclasses import InitVar, dataclass
 from typing import Any, TypeVar, get_args
 
 import torch
-from torch import nn
+from torch.distributed import fsdp
+from torch.distributed.fsdp import CPUOffloadPolicy as CPUOffloadPolicy
+from torch.distributed.fsdp import MixedPrecision as MixedPrecision
+from torch.distributed.fsdp import OffloadPolicy as OffloadPolicy
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError
 from fullshard.core.layout import Align
@@ -15,52 +20,12 @@ from fullshard.torch.unit.buffers import dtype_name
 
 
 @dataclass(frozen=True)
-class MixedPrecision:
-    """FSDP1's precision options. None keeps a dtype as it is.
-
-    Parameters, optimizer state and gradients at rest keep the parameters' own dtype, fp32 as a
-    rule: only what is gathered, computed with and reduced changes. A model that is bf16 *before* it
-    is sharded also rests and is optimised in bf16, where small updates are lost; shard it in fp32.
-
-    Attributes:
-        param_dtype: the dtype of full parameters in forward and backward, and of their gathers.
-        reduce_dtype: the dtype in which gradients travel; None means ``param_dtype``.
-        buffer_dtype: floating-point buffers are cast to it when the model is sharded.
-        keep_low_precision_grads: leave reduced gradients in ``reduce_dtype``.
-        cast_forward_inputs: cast floating-point inputs of every wrapped module to ``param_dtype``.
-        cast_root_forward_inputs: the same for the outermost one.
-        _module_classes_to_ignore: with an ``auto_wrap_policy``, modules of these classes become
-            units of their own that compute in fp32 and return ``param_dtype``, and keep their
-            buffers in the dtype they have.
-    """
-
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    buffer_dtype: torch.dtype | None = None
-    keep_low_precision_grads: bool = False
-    cast_forward_inputs: bool = False
-    cast_root_forward_inputs: bool = True
-    _module_classes_to_ignore: Sequence[type[nn.Module]] = (nn.modules.batchnorm._BatchNorm,)
-
-
-@dataclass(frozen=True)
-class MixedPrecisionPolicy:
-    """FSDP2's precision options, for one call of `fully_shard`; see also `MixedPrecision`.
-
-    Attributes:
-        param_dtype: the dtype of full parameters in forward and backward, and of their gathers.
-        reduce_dtype: in which gradients travel, and are kept full by
-            ``set_requires_gradient_sync(False)``; None is ``param_dtype``.
-        output_dtype: floating-point outputs of the module are cast to it.
-        cast_forward_inputs: cast floating-point inputs of the module to ``param_dtype``.
+class MixedPrecisionPolicy(fsdp.MixedPrecisionPolicy):
+    """PyTorch's precision options of FSDP2, for one call of `fully_shard`.
 
     Raises `NotSupportedError` for ``param_dtype_override_fn``, which PyTorch's main of 2026 has.
     """
 
-    param_dtype: torch.dtype | None = None
-    reduce_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
-    cast_forward_inputs: bool = True
     param_dtype_override_fn: InitVar[Any] = None
 
     def __post_init__(self, param_dtype_override_fn: Any) -> None:
@@ -73,32 +38,16 @@ class MixedPrecisionPolicy:
             )
 
 
-@dataclass(frozen=True)
-class CPUOffload:
-    """FSDP1's offload options, and ``offload_optimizer``, which FSDP1 lacks.
+@dataclass
+class CPUOffload(fsdp.CPUOffload):
+    """PyTorch's offload options of FSDP1, and ``offload_optimizer``, which FSDP1 lacks.
 
     ``offload_params``: shards, their gradients and optimizer state rest in host memory, every
     gather begins with a copy to the device. ``offload_optimizer`` alone: the same rest there, but
     the device keeps a working shard in the dtype of computation.
     """
 
-    offload_params: bool = False
     offload_optimizer: bool = False
-
-
-@dataclass(frozen=True)
-class OffloadPolicy:
-    """FSDP2's offload options: nothing is offloaded."""
-
-
-@dataclass(frozen=True)
-class CPUOffloadPolicy(OffloadPolicy):
-    """FSDP2's offload of shards, gradients and optimizer state to host memory.
-
-    ``pin_memory`` locks that memory, so that copies run beside computation.
-    """
-
-    pin_memory: bool = True
 
 
 @dataclass(frozen=True)
@@ -159,9 +108,9 @@ def _float_name(name: str, dtype: Any) -> str | None:
 def precision_of(name: str, options: Any) -> Precision:
     """Translate FSDP1's or FSDP2's options, or None; a `ConfigurationError` has the ``name``."""
     output, keep = None, False
-    policy: MixedPrecision | MixedPrecisionPolicy
+    policy: MixedPrecision | fsdp.MixedPrecisionPolicy
     if name == "mp_policy":
-        policy = _checked(name, options, MixedPrecisionPolicy)
+        policy = _checked(name, options, fsdp.MixedPrecisionPolicy)
         cast = cast_root = policy.cast_forward_inputs
         output = policy.output_dtype
     else:
@@ -183,8 +132,9 @@ def precision_of(name: str, options: Any) -> Precision:
 def offload_of(name: str, options: Any) -> Offload:
     """Translate a `CPUOffload`, an `OffloadPolicy` or None, given as ``name``."""
     if name == "cpu_offload":
-        chosen = _checked(name, options, CPUOffload)
-        return Offload(params=chosen.offload_params, optimizer=chosen.offload_optimizer)
+        chosen = _checked(name, options, fsdp.CPUOffload)
+        optimizer = getattr(chosen, "offload_optimizer", False)
+        return Offload(params=chosen.offload_params, optimizer=optimizer)
     policy = _checked(name, options, OffloadPolicy)
     if isinstance(policy, CPUOffloadPolicy):
         return Offload(params=True, pin=policy.pin_memory)

@@ -5,7 +5,7 @@ The interfaces (`fullshard.torch.fsdp1`, `fullshard.torch.fsdp2`) differ in who 
 policy or the caller, and in their result, a wrapper or the module with another class.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -13,12 +13,11 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from fullshard.core.errors import NotSupportedError, UsageError
+from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
 from fullshard.torch.comm.agreement import verify_agreement
 from fullshard.torch.comm.ranks import Where, compute_device
 from fullshard.torch.optim.checks import watch_optimizers
 from fullshard.torch.sharding.find import TiedSites, find_parameters
-from fullshard.torch.sharding.refused_modules import check_modules
 from fullshard.torch.sharding.same_values import StartingValues, values_are_checked
 from fullshard.torch.step.autograd_calls import watch_autograd
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
@@ -27,7 +26,7 @@ from fullshard.torch.step.tracker import Tracker
 from fullshard.torch.unit.changes import give_up, take_over
 from fullshard.torch.unit.extensions import plain_data, resting_bytes
 from fullshard.torch.unit.plan import Plan, own_value
-from fullshard.torch.unit.sites import WRAPPED, ParamSites, device_of
+from fullshard.torch.unit.sites import WRAPPED, ParamSites, clean_name, device_of
 from fullshard.torch.unit.unit import Unit
 
 _ASSIGNS = "_fullshard_assigns"  # a load_state_dict that runs now, with assign=True
@@ -202,3 +201,54 @@ class NotCopied:
             f"a sharded {type(self).__name__} cannot be pickled: one rank holds a part of it. Save "
             "fullshard.torch.save_full_weights(model, path), or its state dict"
         )
+
+
+def check_modules(modules: Sequence[nn.Module], params: Iterable[ParamSites]) -> None:
+    """Refuse modules below ``modules`` that write to ``params`` in forward, or alias them.
+
+    Raises:
+        NotSupportedError: an embedding with ``max_norm``, a TorchScript module.
+        ConfigurationError: a buffer in the memory of a parameter.
+    """
+    by_id = {id(each.param): each.spec.name for each in params}
+    memory: dict[int, str] = {}
+    for each in params:
+        address = _address(each.param)
+        if address:
+            memory[address] = each.spec.name
+    for root in modules:
+        for path, module in root.named_modules():
+            if isinstance(module, torch.jit.ScriptModule) and any(
+                id(param) in by_id for param in module.parameters()
+            ):
+                raise NotSupportedError(
+                    f"{clean_name(path) or '(root)'!r} is a TorchScript module, whose parameters "
+                    "nobody can replace. Shard the module that it was made of, or leave it out "
+                    "(ignored_modules, ignored_params)"
+                )
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                _check_embedding(clean_name(path), module, by_id)
+            for key, buffer in module._buffers.items():
+                address = 0 if buffer is None else _address(buffer)
+                if address and address in memory:
+                    raise ConfigurationError(
+                        f"buffer {clean_name(f'{path}.{key}' if path else key)!r} lies in the "
+                        f"memory of parameter {memory[address]!r}, and would keep its first values "
+                        "once that is sharded. Make it a copy (.clone()), or use the parameter"
+                    )
+
+
+def _check_embedding(path: str, module: nn.Module, names: dict[int, str]) -> None:
+    if getattr(module, "max_norm", None) is not None and id(module.weight) in names:
+        raise NotSupportedError(
+            f"{type(module).__name__} {path!r} has max_norm, by which forward writes to its "
+            "weight; full parameters are dropped after forward, and the change with them. Leave it "
+            "out of sharding (ignored_modules, ignored_params), or bound the rows of the output"
+        )
+
+
+def _address(tensor: Tensor) -> int:
+    """Return where a plain tensor's memory begins; 0 if it has none, or is of another class."""
+    if type(tensor) not in (Tensor, nn.Parameter, nn.Buffer) or tensor.is_meta:
+        return 0
+    return tensor.untyped_storage().data_ptr() if tensor.numel() else 0

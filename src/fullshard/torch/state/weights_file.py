@@ -2,6 +2,7 @@
 """Writing and reading the weights of a sharded model as one safetensors file, unit by unit."""
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate
 from operator import itemgetter
@@ -16,7 +17,6 @@ from fullshard.core.layout import Span
 from fullshard.core.safetensors_format import DTYPE_NAMES as NAMES
 from fullshard.core.safetensors_format import (
     Entry,
-    EntryPlace,
     FileWriter,
     SliceReader,
     header_of,
@@ -65,8 +65,7 @@ def save_full_weights(model: nn.Module, path: str | Path) -> None:
     header = header_of(described)
     ends = accumulate((each.size_bytes for each in described.values()), initial=len(header))
     starts = dict(zip(described, ends, strict=False))
-    writer = FileWriter(target, header) if entries.first else None
-    try:
+    with FileWriter(target, header) if entries.first else nullcontext() as writer:
         # One unit travels while the one before it is written.
         before: _Transfer | None = None
         for transfer in _transfers(entries, starts):
@@ -75,11 +74,6 @@ def save_full_weights(model: nn.Module, path: str | Path) -> None:
             before = transfer
         if before is not None:
             before.finish(writer)
-        if writer is not None:
-            writer.finish()
-    finally:
-        if writer is not None:
-            writer.abandon()
     failure = writer.failure if writer is not None else None
     entries.raise_together(f"could not write the weights to {target}", failure)
 
@@ -101,21 +95,12 @@ def load_full_weights(model: nn.Module, path: str | Path) -> None:
     entries = Entries(model)
     entries.call_roll("load_full_weights()")
     source = Path(path)
-    failure: Exception | None = None
-    places: dict[str, EntryPlace] = {}
-    try:
+    with entries.together(f"cannot load the weights in {source}"):
         places = places_in(source, entries_of(entries.values))
-    except (OSError, ConfigurationError) as error:
-        failure = error
-    entries.raise_together(f"cannot load the weights in {source}", failure)
-    try:
+    with entries.together(f"could not read all weights in {source}"), SliceReader(source) as file:
         buffer = torch.empty(PIECE_BYTES, dtype=torch.uint8, device="cpu")
-        with SliceReader(source) as file:
-            for name, tensor in entries.values.items():
-                _read_into(name, tensor, file, places[name].start, buffer)
-    except (OSError, ConfigurationError) as error:
-        failure = error
-    entries.raise_together(f"could not read all weights in {source}", failure)
+        for name, tensor in entries.values.items():
+            _read_into(name, tensor, file, places[name].start, buffer)
 
 
 class Entries:
@@ -157,6 +142,16 @@ class Entries:
         }
         for comm in (self._ranks.gather, self._ranks.replicas):
             verify_agreement(comm, lines, self.device, f"the model's entries in {what}")
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Raise `ConfigurationError` on all ranks if one of them fails within. Collective."""
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        self.raise_together(what, failure)
 
     def raise_together(self, what: str, failure: Exception | None) -> None:
         """Raise `ConfigurationError` on all ranks if one of them has a ``failure``. Collective."""

@@ -136,7 +136,7 @@ class JaxRun(TrainingRun):
             _bytes_row("gradients", trained),
             (
                 "optimizer state",
-                sum(map(_device_bytes, kept)),
+                sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in kept),
                 sum(x.size * x.dtype.itemsize for x in kept),
             ),
         ]
@@ -161,10 +161,6 @@ class JaxRun(TrainingRun):
 def _bytes_row(purpose: str, places: Any) -> tuple[str, int, int]:
     mine = sum(place.rest_bytes for place in places)
     return purpose, mine, sum(place.spec.bytes for place in places)
-
-
-def _device_bytes(leaf: Any) -> int:
-    return int(math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize)
 
 
 def cross_entropy(logits: Array, targets: Array) -> Array:

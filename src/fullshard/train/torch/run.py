@@ -23,8 +23,8 @@ from fullshard.torch.comm.process_group import ProcessGroupComm
 from fullshard.torch.comm.protocol import Comm
 from fullshard.torch.comm.texts import broadcast_bytes
 from fullshard.torch.inspection import Bytes, recording, resting_bytes
-from fullshard.torch.inspection.last_words import is_out_of_memory
 from fullshard.torch.inspection.memory import beside
+from fullshard.torch.inspection.run_record import is_out_of_memory
 from fullshard.train.data import Batch
 from fullshard.train.fits import way_to_fit
 from fullshard.train.metrics import writing

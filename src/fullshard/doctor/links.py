@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The speed of the links between ranks: the engine's collectives, timed at several sizes."""
+"""The speed of the links between ranks: the engine's collectives, timed, and the ranks for that."""
 
+import dataclasses
 import json
+import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
+from fullshard.core.errors import CommunicationError
+from fullshard.distributed import cleanup, get_device, join, local_nproc
 from fullshard.doctor.findings import Finding
+from fullshard.local_ranks import run_local_ranks
+from fullshard.torch.comm.process_group import ProcessGroupComm
 from fullshard.torch.comm.protocol import Comm, Parts, Work
 
 SIZES_BYTES = tuple(2**power for power in range(16, 27, 2))  # 64 KiB ... 64 MiB
@@ -226,3 +234,47 @@ def _slow_ones(links: Links) -> list[Finding]:
 
 def _mib(size_bytes: int) -> str:
     return f"{size_bytes / 2**20:.4g} MiB"
+
+
+TIMEOUT_S = 60.0  # for a rank to appear, and for each collective
+
+
+@contextmanager
+def joined() -> Iterator[tuple[ProcessGroupComm, torch.device, str]]:
+    """Join the ranks of the launcher, then leave: a communicator, a device, the backend's name.
+
+    Collective. Raises `CommunicationError` if the ranks do not come together within TIMEOUT_S.
+    """
+    device = get_device()
+    backend = "nccl" if device.type == "cuda" and dist.is_nccl_available() else "gloo"
+    try:
+        join(backend, TIMEOUT_S)
+    except RuntimeError as error:
+        rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+        first_line = str(error).partition("\n")[0]
+        raise CommunicationError(
+            f"rank {rank} of {size} could not join the others within {TIMEOUT_S:g} s: {first_line}"
+        ) from error
+    try:
+        assert dist.group.WORLD is not None
+        yield ProcessGroupComm(dist.group.WORLD), device, backend
+    finally:
+        cleanup()
+
+
+def measure_locally(
+    nproc: int, sizes_bytes: Sequence[int], threads: int, timeout_s: float = 180.0
+) -> Links:
+    """Measure between ``nproc`` ranks started here. Raises `CommunicationError` if one fails."""
+    text = run_local_ranks(
+        _measure_here, (tuple(sizes_bytes), threads), local_nproc(nproc), timeout_s
+    )
+    assert text is not None  # rank 0 returns it, or fails
+    return Links.of_json(text)
+
+
+def _measure_here(sizes_bytes: tuple[int, ...], threads: int) -> str:
+    torch.set_num_threads(threads)
+    with joined() as (comm, device, backend):
+        links = measure_links(comm, device, backend, sizes_bytes)
+    return json.dumps(dataclasses.asdict(links))

@@ -2,8 +2,8 @@
 """Rules for elementwise operations: they run on this rank's spans of sharded tensors.
 
 Optimizers consist of such operations. All sharded operands must be cut alike. Other operands may be
-numbers, tensors of one element, or plain tensors of the global shape, whose span is used. Every
-other shape is refused, even where torch would broadcast it.
+numbers, 0-dim tensors, or plain tensors of the global shape, whose span is used. Every other shape
+is refused, even where torch would broadcast it.
 """
 
 from collections.abc import Callable
@@ -136,11 +136,9 @@ def _local(func: OpOverload, owner: Ownership, arg: Any) -> Any:
         if isinstance(arg, DTensor) and type(arg._local_tensor) is not Tensor:
             need_whole(func, owner)  # nobody knows if such elements can be flattened
         return owner.cut(arg)
-    if arg.numel() == 1 and arg.dim() <= len(owner.shape) and not isinstance(arg, DTensor):
-        return arg.reshape(1)
     raise UnshardedOperationError(
         f"{func}: an operand of shape {tuple(arg.shape)} does not fit {owner}; it must be a "
-        "number, one element, or of the same global shape (expand it first: it is not broadcast)"
+        "number, a 0-dim tensor, or of the same global shape (expand it first: it is not broadcast)"
     )
 
 

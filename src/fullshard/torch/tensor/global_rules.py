@@ -92,11 +92,9 @@ def _equal(func: OpOverload) -> Rule:
 
 
 def _sum(func: OpOverload) -> Rule:
-    mean = func.overloadpacket is _aten.mean
-    if func._overloadname in ("dim_IntList", "dim"):
-        return _sum_of_no_dims(func, _sum(func.overloadpacket.default))
     if func._overloadname != "default":
         return refused(func)
+    mean = func.overloadpacket is _aten.mean
 
     def rule(args: Args, kwargs: Kwargs) -> Tensor:
         local, owner = args[0].local, args[0].ownership
@@ -106,23 +104,6 @@ def _sum(func: OpOverload) -> Rule:
         wide = torch.complex128 if dtype.is_complex else torch.float64
         average: Tensor = (global_sum(local, owner, wide) / owner.numel).to(dtype)
         return average
-
-    return rule
-
-
-def _sum_of_no_dims(func: OpOverload, total: Rule) -> Rule:
-    """Sum over all dimensions where none is named, as in backward of ``amax``.
-
-    DTensor takes such a sum of its rows for that of all (seen in torch 2.11 to 2.14).
-    """
-    by_name = arguments_of(func)
-
-    def rule(args: Args, kwargs: Kwargs) -> Tensor:
-        given = by_name(args, kwargs)
-        if given.get("dim"):
-            need_whole(func, args[0].ownership)
-        summed: Tensor = total(args[:1], {"dtype": given.get("dtype")})
-        return summed.reshape([1] * args[0].dim()) if given.get("keepdim") else summed
 
     return rule
 

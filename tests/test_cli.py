@@ -88,6 +88,17 @@ def test_an_output_that_takes_little_ends_nothing(output):
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_who_reads_a_plan_may_stop_reading():
+    read, write = os.pipe()
+    os.close(read)
+    line = [sys.executable, "-m", "fullshard", "plan", "llama3-8b"]
+    with open(write, "w") as closed:
+        done = subprocess.run(
+            line, stdout=closed, stderr=subprocess.PIPE, text=True, timeout=PROCESS_S, check=False
+        )
+    assert (done.returncode, done.stderr) == (128 + 13, "")  # as of a command that SIGPIPE ends
+
+
 def test_a_batch_that_does_not_divide_starts_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in LAUNCHED:

@@ -76,6 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # as of "| head": who reads has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13  # SIGPIPE
+    except SystemExit as ended:  # rich has taken the closed pipe
+        if not isinstance(ended.__context__, BrokenPipeError):
+            raise
+        return 128 + 13
     except (OSError, OverflowError, RecursionError, MemoryError) as error:
         print(f"fullshard {command}: {error}", file=sys.stderr)
         return 1

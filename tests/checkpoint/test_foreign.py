@@ -235,6 +235,21 @@ def test_dcp_files_that_are_damaged_or_gone_are_refused_in_our_words(tmp_path):
         export_dcp(open_checkpoint(tmp_path / "run"), tmp_path / "file" / "dcp")
 
 
+def test_a_dcp_export_that_fails_leaves_nothing(tmp_path, monkeypatch):
+    save_checkpoint(tmp_path / "run", torch.nn.Linear(2, 2), step=1)
+
+    def full(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "finish", full)
+    (tmp_path / "there").mkdir()
+    for target in (tmp_path / "new", tmp_path / "there"):
+        with pytest.raises(CheckpointError, match=r"cannot be written: OSError: .*No space left"):
+            export_dcp(open_checkpoint(tmp_path / "run"), target)
+    assert not (tmp_path / "new").exists()
+    assert (tmp_path / "there").exists()
+
+
 def test_metadata_that_would_run_code_is_refused(tmp_path):
     class Evil:
         def __reduce__(self):

@@ -2,16 +2,18 @@
 """`torch.compile` of blocks, before and after sharding, and of a sharded model."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
 import torch._inductor.config
-from support.beside import DOORS, shard
+from support.beside import DOORS, params_of, shard
 from support.models import GPT, Block, loss_of, make_batches, seeded
 from support.sampling import survey
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._dynamo.utils import counters
 
+from fullshard.testing import LocalWorld
 from fullshard.torch import tracing
 
 STEPS = 3
@@ -139,3 +141,44 @@ def test_a_whole_model_is_compiled_in_parts(gloo_world, in_eager):
     check(runs, in_eager["wrapper"])
     for _, _, graphs, _ in runs:
         assert graphs == [1, 1, 1]
+
+
+class Signs(torch.optim.Optimizer):
+    """Written by hand: a global norm, and state of its own."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.01})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            mean = self.state[param].setdefault("mean", torch.zeros_like(param))
+            mean.lerp_(param.grad, 0.1)
+            param.add_(mean.sign(), alpha=-0.01).mul_(1 - 1e-3 * mean.norm())
+
+
+def stepped(comm, door, make, compiled):
+    """Parameters after three steps."""
+    model = shard(seeded(partial(torch.nn.Linear, 8, 8)).double(), comm, door)
+    optimizer = make(model.parameters())
+
+    def step():
+        optimizer.step()
+
+    run = {"no": step, "step": optimizer.step, "function": step}[compiled]
+    run = run if compiled == "no" else torch.compile(run, backend="eager")
+    for number in range(3):
+        model(torch.full((2, 8), number + 1.0).double()).square().mean().backward()
+        run()
+        optimizer.zero_grad()
+    return params_of(model)
+
+
+@pytest.mark.parametrize("compiled", ["step", "function"])
+@pytest.mark.parametrize("make", [partial(torch.optim.AdamW, foreach=True), Signs])
+@pytest.mark.parametrize("door", DOORS)
+def test_a_compiled_step_runs_as_it_is_written(door, make, compiled):
+    torch._dynamo.reset()
+    (expected,) = LocalWorld(1).run(lambda comm: stepped(comm, door, make, "no"))
+    (found,) = LocalWorld(1).run(lambda comm: stepped(comm, door, make, compiled))
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)

@@ -20,7 +20,6 @@ from support.world import on_processes
 from fullshard.core.errors import ConfigurationError
 from fullshard.testing import LocalComm, LocalWorld, LocalWorldError
 from fullshard.torch import fully_shard
-from fullshard.torch.comm import hierarchical as hierarchical_comm
 from fullshard.torch.comm.checked import CheckedComm
 from fullshard.torch.comm.hierarchical import (
     HierarchicalComm,
@@ -264,17 +263,6 @@ def test_processes_send_each_slice_over_the_link_once(gloo_world, dtype):
             assert sum(sent.values()) == full_bytes * 3 // 4  # as in the direct form
             over_link[rank // 2] += sum(b for to, b in sent.items() if to // 2 != rank // 2)
         assert over_link == [full_bytes // 2] * 2  # the direct form: all of it
-
-
-@on_processes(4)
-def test_without_further_groups_it_is_direct(group):
-    """With a torch in which no sibling of a group can be made."""
-    hierarchical_comm.sibling_group = lambda *args: None
-    try:
-        found = collectives(HierarchicalComm(ProcessGroupComm(group), 2))
-    finally:
-        hierarchical_comm.sibling_group = sibling_group
-    assert found == LocalWorld(4).run(collectives)[group.rank()]
 
 
 @on_processes(4)

@@ -58,6 +58,15 @@ PENALTIES = {
     "min": lambda p, q: p.min(),
     "amax": lambda p, q: p.amax(),
     "amin": lambda p, q: p.amin(),
+    # By hidden sums over no dims, which count how many elements are the extreme.
+    "amax at the end": lambda p, q: (p + torch.arange(p.numel()).view(p.shape)).amax(),
+    "amin at the end": lambda p, q: (p - torch.arange(p.numel()).view(p.shape)).amin(),
+    **{
+        f"{name} over no dims": lambda p, q, name=name: getattr(torch, name)(
+            p * torch.arange(p.numel()).view(p.shape), [], keepdim=True
+        ).sum()
+        for name in ("sum", "mean", "amax", "amin", "std", "logsumexp")
+    },
     "amax of rows": lambda p, q: p.amax(0).sum(),
     "amax in rows": lambda p, q: p.amax(1).sum(),
     "amax kept": lambda p, q: p.amax((0, 1), keepdim=True).sum(),

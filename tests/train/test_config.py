@@ -55,6 +55,7 @@ def test_an_override_is_read_as_its_field_wants_it(override, section, key, value
         ("train.steps=0", "train.steps must be at least 1, got"),
         ("log.trace=1", "log.trace must be true or false, got 1"),
         ("data.paths=[1, 2]", "data.paths must be a list of texts"),
+        ("data.paths=", "data.paths must be a list of texts, none of them empty, got"),
         ("train.dtype=float16", "one of float32, bfloat16"),
         ("model.preset=nanno", "did you mean 'nano'?"),
         ("optim.beta2=1", "optim.beta2 must be below 1"),

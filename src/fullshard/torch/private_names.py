@@ -35,6 +35,8 @@ ENGINE = _found_in(
     torch: _C._current_graph_task_id _C._will_engine_execute_node _C._autograd._get_sequence_nr
     torch: _C._autograd._profiler_enabled _C._autograd._top_saved_tensors_default_hooks
     torch: _C._len_torch_dispatch_stack
+    torch._C._dynamo: eval_frame eval_frame._FrameAction eval_frame._FrameExecStrategy
+    torch._C._dynamo: eval_frame.set_code_exec_strategy
     torch.autograd: Variable._execution_engine
     torch.autograd.graph: Node._sequence_nr
     # Tensors: versions, views, hooks, classes of our own.
@@ -70,7 +72,8 @@ ENGINE = _found_in(
     # Groups, meshes and DTensors.
     torch._C._distributed_c10d: AllgatherOptions ReduceScatterOptions
     torch.distributed: ProcessGroup._device_types ProcessGroup._get_backend
-    torch.distributed.distributed_c10d: _get_default_store _world
+    torch.distributed.distributed_c10d: _get_default_store _get_split_source
+    torch.distributed.distributed_c10d: _process_group_name _world
     torch.distributed._composable.contract: REGISTRY_KEY RegistryItem
     torch.distributed._shard.sharded_tensor.api: ShardedTensor
     torch.distributed.device_mesh: DeviceMesh._flatten

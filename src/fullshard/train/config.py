@@ -342,9 +342,9 @@ def _fit(key: str, value: Any, wanted: Any) -> Any:
         hint = f" (did you mean {alike[near[0]]!r}?)" if near else ""
         expected = f"one of {', '.join(choices)}{hint}"
     elif get_origin(wanted) is tuple:
-        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        if isinstance(value, list) and all(isinstance(item, str) and item for item in value):
             return tuple(value)
-        expected = "a list of texts"
+        expected = "a list of texts, none of them empty"
     else:
         if wanted is float and type(value) is int:
             value = float(value) if abs(value) < 2**1000 else math.inf

@@ -11,6 +11,7 @@ nothing else.
 import io
 import pickle
 import re
+import shutil
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -66,8 +67,14 @@ def export_dcp(checkpoint: Checkpoint, target: str | Path) -> Path:
             of = f".{_without_model(param)}" if param else ""  # else of no parameter
             for kind, value in values.items():
                 state[f"{owner}.state{of}.{kind}"] = value
+    is_new = not target.exists()
     with _told_in_our_words(f"{target} cannot be written", target):
-        save_dcp(state, checkpoint_id=target, no_dist=True)
+        try:
+            save_dcp(state, checkpoint_id=target, no_dist=True)
+        except BaseException:
+            if is_new:
+                shutil.rmtree(target, ignore_errors=True)
+            raise
     return target
 
 

@@ -100,7 +100,7 @@ class HierarchicalComm(WrappedComm):
             )
         super().__init__(wide)
         self._per_host = ranks_per_host
-        self._channels: dict[str, tuple[Comm, Comm] | None] = {}
+        self._channels: dict[str, tuple[Comm, Comm]] = {}
         self._witness: Witness | None = witness_of(wide)
         self._calls: queue.SimpleQueue[_TwoStages | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -177,8 +177,7 @@ class HierarchicalComm(WrappedComm):
             equal = range(local, self.size, self._per_host)
             across = _subgroup(self.inner, equal, f"{purpose}-between-hosts-{local}")
             within = _subgroup(self.inner, of_host, f"{purpose}-within-host-{host}")
-            made = None if across is None or within is None else (across, within)
-            self._channels[purpose] = made
+            self._channels[purpose] = across, within
         return self._channels[purpose]
 
     def _start(self, what: str, first: Callable[[], Work], second: Callable[[], Work]) -> Work:
@@ -258,14 +257,12 @@ def _advance_all(calls: "queue.SimpleQueue[_TwoStages | None]") -> None:
             del call
 
 
-def _subgroup(wide: Any, ranks: Sequence[int], kind: str) -> Comm | None:
+def _subgroup(wide: Any, ranks: Sequence[int], kind: str) -> Comm:
     """Make a communicator over some ranks of ``wide``; see `sibling_group`."""
     if not isinstance(wide, ProcessGroupComm):
         made: Comm = wide.subgroup(ranks)
         return made
     group = sibling_group(wide.group, [wide.members[rank] for rank in ranks], kind)
-    if group is None:
-        return None
     part = ProcessGroupComm(group, wide.witness.family)
     part.witness = _Backstage(wide.witness)
     return part

@@ -158,17 +158,15 @@ class ProcessGroupComm(Comm):
         It has the group's options, and on NCCL streams of high priority: what it is made for is
         waited for, and needs few of the device's processors, which kernels already there leave
         late. Beside a device's backend there is no Gloo: what is in host memory travels by the
-        device. Return itself in a version of torch that cannot make one: gathers and reduces then
-        share a communicator, which is correct, as all ranks issue them in one order, but overlaps
-        less.
+        device.
         """
         group = sibling_group(self.group, self.members, "duplicate", high_priority=True)
-        return self if group is None else ProcessGroupComm(group, self._family)
+        return ProcessGroupComm(group, self._family)
 
     def on_host(self) -> "ProcessGroupComm":
         """Return one for host memory and any one thread; its failures are its own. Collective."""
         number = len(_host_families)
-        group = sibling_group(self.group, self.members, "host", "gloo") or self.group
+        group = sibling_group(self.group, self.members, "host", "gloo")
         family = f"{self.group.group_name}/host/{number}"
         _host_families.append(family)
         return ProcessGroupComm(group, family)
@@ -178,8 +176,6 @@ class ProcessGroupComm(Comm):
         first = self.rank // size * size
         members = self.members[first : first + size]
         group = sibling_group(self.group, members, f"block-of-{size}-from-{first}")
-        if group is None:
-            group = dist.new_group(list(members), use_local_synchronization=True)
         return ProcessGroupComm(group, self._family)
 
     def _start(

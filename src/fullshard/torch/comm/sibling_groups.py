@@ -33,14 +33,13 @@ def sibling_group(
     kind: str,
     backend: str | None = None,
     high_priority: bool = False,
-) -> dist.ProcessGroup | None:
+) -> dist.ProcessGroup:
     """Make a process group over ``ranks`` (global) of ``parent``: its backends, options, timeout.
 
     ``backend`` names another one than the parent's, which gets no options. With ``high_priority``
     NCCL runs the group's collectives on streams of high priority, whatever the parent does, and
     there is no Gloo beside it.
     Collective over ``parent``; ranks may ask for different disjoint groups, of different ``kind``.
-    Returns None if this version of torch does not accept a name for a group.
     """
     number = _made.get(parent, 0)
     _made[parent] = number + 1
@@ -49,8 +48,6 @@ def sibling_group(
         "_process_group_name": lambda ranks, use_hashed_name: name,
         "_get_split_source": lambda group: None,
     }
-    if not all(hasattr(c10d, each) for each in replacements):
-        return None
     # torch sorts the ranks of a group unless told otherwise, and versions that always do have no
     # argument for it.
     backends = backend or dist.get_backend_config(parent)

@@ -28,7 +28,12 @@ from fullshard.plan.measured.recording import (
     WatchedInput,
 )
 from fullshard.torch.step.checkpoints import is_recomputation
-from fullshard.torch.step.structures import map_tensors, tensors_in
+from fullshard.torch.step.structures import (
+    hook_outputs,
+    map_tensors,
+    tensors_in,
+    tensors_with_gradients,
+)
 
 
 def workspace_bytes(func: Any, args: Sequence[Any], outputs: Sequence[Tensor]) -> int:
@@ -244,16 +249,10 @@ class CallToken:
 
     def watch_outputs(self, given: Any) -> None:
         """Hear when the first gradient of the outputs is there."""
-        for tensor in tensors_in(given, lambda each: each.requires_grad):
+        outputs = tensors_with_gradients(given)
+        if outputs:
             self._tape.calls[self.number] = replace(self._tape.calls[self.number], leads_back=True)
-            node = tensor.grad_fn
-            if node is None:
-                tensor.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
-                continue
-            node.register_prehook(self._on_output_gradient)
-            base = tensor._base.grad_fn if tensor._is_view() else None  # type: ignore[union-attr]
-            if base is not None and base is not node and base._sequence_nr() >= self._first_node:
-                base.register_prehook(self._on_output_gradient)
+        hook_outputs(outputs, self._first_node, self._on_output_gradient)
 
     def _on_output_gradient(self, _grads: object) -> None:
         if not self._begun:

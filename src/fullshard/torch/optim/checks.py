@@ -8,11 +8,14 @@ So from the first sharding on, every optimizer is looked at when it steps: once,
 has more parameters or more parameters have been sharded since.
 """
 
+import inspect
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -51,7 +54,9 @@ def watch_optimizers() -> None:
     global _watching
     with _lock:
         if not _watching:
-            register_optimizer_step_pre_hook(_before_step)
+            # A compiled step is left by this hook, before anything of it is traced.
+            before = torch.compiler.disable(_before_step)  # type: ignore[no-untyped-call]
+            register_optimizer_step_pre_hook(before)
             _watching = True
 
 
@@ -99,6 +104,7 @@ def look_at(optimizer: Optimizer) -> None:
         translate(optimizer)
         shard_state(optimizer)
         MergedStep.of(optimizer)
+        _leave_uncompiled(inspect.unwrap(type(optimizer).step))
     setattr(optimizer, _COMMS, list(dict.fromkeys(each.ownership.comm for each in held)))
     setattr(optimizer, _EMPTY, [each for each in held if each.span.numel == 0])
     setattr(optimizer, _OWNED, apart)
@@ -165,6 +171,15 @@ def _step_eagerly(optimizer: Optimizer) -> None:
 
     optimizer.register_step_pre_hook(enter)
     optimizer.register_step_post_hook(leave)
+
+
+def _leave_uncompiled(step: Callable[..., Any]) -> None:
+    """Let torch.compile run ``step``, and what it calls, as it is written.
+
+    Steps over sharded parameters cannot be traced. What a step calls in compiled form stays so.
+    """
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(step.__code__, eval_frame._FrameExecStrategy(skip, skip))
 
 
 def _count(optimizer: Optimizer) -> None:

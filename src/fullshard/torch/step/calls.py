@@ -10,7 +10,7 @@ from torch import Tensor
 from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.core.schedule.unit_step import UnitCall
 from fullshard.torch.step.managed import ManagedUnit
-from fullshard.torch.step.structures import WATCHED
+from fullshard.torch.step.structures import WATCHED, hook_outputs
 
 
 class WatchedCall(UnitCall):
@@ -45,19 +45,7 @@ class WatchedCall(UnitCall):
     def watch_outputs(self, tensors: Sequence[Tensor]) -> None:
         """Hear when the first gradient of ``tensors``, outputs of the unit, is there."""
         self.await_backward()
-        for tensor in tensors:
-            # One unit's output is the next one's input. Hooks of a tensor run before those of the
-            # node that made it, so that the next unit is over before this one begins.
-            node = tensor.grad_fn
-            if node is None:
-                tensor.register_hook(self._on_output_gradient)  # type: ignore[no-untyped-call]
-                continue
-            node.register_prehook(self._on_output_gradient)
-            # An in-place change of a view puts other nodes in the place of the view's own. A base
-            # from before the call is an input, whose gradient comes when the call is over.
-            base = tensor._base.grad_fn if tensor._is_view() else None  # type: ignore[union-attr]
-            if base is not None and base is not node and base._sequence_nr() >= self.first_node:
-                base.register_prehook(self._on_output_gradient)
+        hook_outputs(tensors, self.first_node, self._on_output_gradient)
 
     def watch_inside(self, tensors: Sequence[Tensor]) -> None:
         """Hear of gradients of those ``tensors`` too that this forward has made."""

@@ -3,7 +3,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from numbers import Number
 from operator import attrgetter
 from typing import Any
@@ -173,3 +173,25 @@ def holds_unknown(structure: Any) -> bool:
     if isinstance(structure, dict):
         return any(map(holds_unknown, structure.values()))
     return not dataclasses.is_dataclass(structure)
+
+
+def hook_outputs(
+    tensors: Iterable[Tensor], first_node: int, hook: Callable[[object], None]
+) -> None:
+    """Run ``hook`` when gradients of ``tensors``, outputs of a call, come.
+
+    ``first_node`` is the number that autograd has given the first node made in that call.
+    """
+    for tensor in tensors:
+        # One unit's output is the next one's input. Hooks of a tensor run before those of the node
+        # that made it, so that the next unit is over before this one begins.
+        node = tensor.grad_fn
+        if node is None:
+            tensor.register_hook(hook)  # type: ignore[no-untyped-call]
+            continue
+        node.register_prehook(hook)
+        # An in-place change of a view puts other nodes in the place of the view's own. A base from
+        # before the call is an input, whose gradient comes when the call is over.
+        base = tensor._base.grad_fn if tensor._is_view() else None  # type: ignore[union-attr]
+        if base is not None and base is not node and base._sequence_nr() >= first_node:
+            base.register_prehook(hook)

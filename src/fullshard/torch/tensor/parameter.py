@@ -318,6 +318,15 @@ class DerivedDTensor(DTensor):
         return _own_class(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
+_REDUCTIONS = {
+    getattr(torch.ops.aten, name)
+    for name in (
+        *("amax", "amin", "count_nonzero", "linalg_vector_norm", "logsumexp", "mean", "nansum"),
+        *("norm", "std", "sum", "var"),
+    )
+}
+
+
 def _own_class(value: DTensor) -> DTensor:
     if isinstance(value, ShardedDTensor):
         return value.plain()
@@ -333,6 +342,10 @@ def _as_dtensor_does(
     the operands, and for writes to views. Errors of communication, and of memory that runs out, are
     raised as they come.
     """
+    if func.overloadpacket in _REDUCTIONS:
+        # With dims [] it is over all of them, which DTensor forgets: it takes that of its rows.
+        every = list(range(args[0].dim()))
+        args = tuple(every if isinstance(each, list) and not each else each for each in args)
     flat, rebuild = tree_flatten((args, kwargs))
     written = [args[key] if isinstance(key, int) else kwargs.get(key) for key in written_by(func)]
     refusal = refusal or UnshardedOperationError(

@@ -162,8 +162,8 @@ def step_prefetch() -> Picture:
             )
     p.note(
         "A slow link. Above gathers, in the middle computation, below reduces: one block ahead "
-        "hides most of what none ahead waits for; a second one gains nothing here and holds a "
-        "block more."
+        "hides most of what none ahead waits for; a second one spares a gather more, gains no "
+        "time here and holds a block more."
     )
     return p
 

@@ -36,7 +36,7 @@ import torch.distributed as dist
 from default_configuration import ADAMW, adamw, ddp, fsdp1, fsdp2, fullshard, plain
 from report import write_report
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from torch.distributed.device_mesh import init_device_mesh
 from training_step import BESIDE_FORWARD, BLOCK, build, take_turns, throughput_ratio
 
@@ -220,7 +220,15 @@ def summarised(found, options):
 def printed(rows):
     ratios = {"of_limit": "of limit", "of_tcp_limit": "of TCP's"}
     ratios |= {"of_fsdp2": "of FSDP2", "of_ddp": "of DDP"}
-    table = Table("engine", "ms a step", "limit", *ratios.values(), "MB sent", "of must", "loss")
+    table = Table(
+        Column("engine", no_wrap=True),
+        "ms a step",
+        "limit",
+        *ratios.values(),
+        "MB sent",
+        "of must",
+        "loss",
+    )
     for name, row in rows.items():
         sent_of_must = row["sent_of_must"]
         table.add_row(
@@ -235,7 +243,7 @@ def printed(rows):
     first = next(iter(rows.values()))
     hosts = f"{first['hosts']} hosts with {first['ranks_per_host']} ranks each"
     table.title = f"{hosts}, {first['rate_mbit']} Mbit/s, {first['traffic']}, {first['optimizer']}"
-    Console(width=110).print(table)
+    Console(width=130).print(table)
 
 
 def main():

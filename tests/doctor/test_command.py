@@ -79,7 +79,7 @@ def test_local_ranks_that_cannot_meet_are_told(monkeypatch, capsys):
 
 
 def test_local_ranks(capsys, kept_local_ranks):
-    kept_local_ranks("fullshard.doctor.links.ranks")
+    kept_local_ranks("fullshard.doctor.links")
     assert main(["--nproc", "2", *SMALL]) == 0
     shown = capsys.readouterr().out
     assert "links between 2 ranks over gloo" in shown

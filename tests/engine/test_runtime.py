@@ -50,7 +50,7 @@ def ops_of(trace):
 PINNED = {
     0: "G0 g0 F0 G1 g1 F1 G2 g2 F2 G2 g2 +2 F2 R2 G1 g1 +1 F1 R1 r2 G0 g0 +0 F0 R0 r1 r0",
     1: "G0 g0 G1 F0 g1 G2 F1 g2 G1 +2 F2 R2 g1 G0 +1 F1 R1 r2 g0 +0 F0 R0 r1 r0",
-    2: "G0 G1 g0 G2 F0 g1 F1 g2 G1 G0 +2 F2 R2 g1 +1 F1 R1 r2 g0 +0 F0 R0 r1 r0",
+    2: "G0 G1 g0 G2 F0 g1 g2 G0 +2 F2 R2 +1 F1 R1 r2 g0 +0 F0 R0 r1 r0",
 }
 
 

@@ -72,18 +72,19 @@ def needed_before(events: Sequence[Event], position: int) -> list[int] | None:
     in_backward = False
     for moment, other in events[position + 1 :]:
         in_backward = in_backward or moment is Moment.BACKWARD_BEGIN
-        if moment is Moment.FORWARD_END:
-            around |= {other} - begun
-        elif moment is Moment.FORWARD_BEGIN and not in_backward:
-            begun.add(other)
-            if other == unit:
-                break
-        elif moment in (Moment.FORWARD_BEGIN, Moment.BACKWARD_BEGIN):  # recomputed, or backward
+        begins = moment in (Moment.FORWARD_BEGIN, Moment.BACKWARD_BEGIN)
+        if in_backward and begins:  # recomputed, or backward
             if other == unit:
                 if not begun:
                     return [each for each in before if each not in around]
                 return before if begun <= set(before) else None
             before.append(other)
+        elif begins and other == unit:
+            break
+        elif begins:
+            begun.add(other)
+        elif not in_backward and other not in begun:
+            around.add(other)
     return None
 
 

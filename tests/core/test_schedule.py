@@ -18,6 +18,7 @@ from fullshard.core.schedule import (
     rules,
     unit_policy,
 )
+from fullshard.core.schedule.record import needed_before
 from fullshard.core.spec import ParamSpec
 from fullshard.core.strategy import Precision, Prefetch
 
@@ -103,6 +104,36 @@ def test_a_unit_is_kept_for_a_backward_that_follows_at_once():
     ops = [short(each) for each in compile_step(recomputed, POLICIES, Prefetch(1, 1))]
     assert ops == ["G1", "g1 G2", "F1", "g2", "", "", "", "G1", "", "", "F2 R2", "g1", *ops[12:]]
     assert compile_step(chain(2), POLICIES, Prefetch(1, 0))[4] == (Op(OpKind.FREE, 2),)
+
+
+@pytest.mark.parametrize(
+    ("second", "prefetch"),
+    [
+        ({"reshard_after_forward": False}, Prefetch(1, 1)),
+        ({"reshard_after_forward": False}, Prefetch(0, 1)),
+        ({"unshard_in_backward": False}, Prefetch(0, 2)),
+        ({"unshard_in_backward": False}, Prefetch(1, 0, least_bytes=5)),
+        ({"prefetch_backward": ()}, Prefetch(2, 2)),
+    ],
+)
+def test_nothing_is_kept_that_backward_would_not_hold_from_its_begin_on(second, prefetch):
+    policies = POLICIES | {1: UnitPolicy(full_bytes=10), 2: UnitPolicy(full_bytes=1, **second)}
+    ops = compile_step(chain(2), policies, prefetch)
+    assert Op(OpKind.FREE, 1) in ops[2]
+
+
+def test_what_backward_needs_before_is_seen_without_looking_at_the_whole_step():
+    class Seen(list):
+        looks = 0
+
+        def __getitem__(self, place):
+            self.looks += 1
+            return super().__getitem__(place)
+
+    events = Seen(chain(200))
+    found = [needed_before(events, position, 2) for position in range(len(events))]
+    assert found[398:402] == [[0, 200], None, [], []]
+    assert events.looks < 8 * len(events)
 
 
 def test_what_was_kept_for_a_backward_is_freed_if_a_forward_comes():
@@ -472,7 +503,7 @@ def test_keeping_units_for_their_backward_raises_no_peak(step, prefetch):
     events, policies = step
     kept = most_held(events, policies, prefetch)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rules, "needed_before", lambda events, position: None)
+        patch.setattr(rules, "needed_before", lambda events, position, most: None)
         freed = most_held(events, policies, prefetch)
     assert kept[0] <= freed[0]
     assert kept[1] <= freed[1]

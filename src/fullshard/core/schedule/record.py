@@ -59,18 +59,22 @@ def upcoming(events: Sequence[Event], position: int, turn: int) -> Iterator[int]
             yield unit
 
 
-def needed_before(events: Sequence[Event], position: int) -> list[int] | None:
+def needed_before(events: Sequence[Event], position: int, most: int) -> list[int] | None:
     """Return the units that backward needs before the one whose forward ends at ``position``.
 
-    Without those around it, if it was the last to run. None if another backward or forward comes
-    first, or one of a unit that is not among them.
+    Without those around it, if it was the last to run. None if no forward ends there, another
+    backward or forward comes first, or one of a unit that is not among them, or if as many as
+    ``most`` run before then.
     """
-    _, unit = events[position]
+    moment, unit = events[position]
+    if moment is not Moment.FORWARD_END:
+        return None
     begun: set[int] = set()
     around: set[int] = set()
     before: list[int] = []
     in_backward = False
-    for moment, other in events[position + 1 :]:
+    for place in range(position + 1, len(events)):
+        moment, other = events[place]
         in_backward = in_backward or moment is Moment.BACKWARD_BEGIN
         begins = moment in (Moment.FORWARD_BEGIN, Moment.BACKWARD_BEGIN)
         if in_backward and begins:  # recomputed, or backward
@@ -79,10 +83,10 @@ def needed_before(events: Sequence[Event], position: int) -> list[int] | None:
                     return [each for each in before if each not in around]
                 return before if begun <= set(before) else None
             before.append(other)
-        elif begins and other == unit:
-            break
         elif begins:
             begun.add(other)
+            if other == unit or len(begun) >= most:
+                break
         elif not in_backward and other not in begun:
             around.add(other)
     return None
@@ -128,7 +132,7 @@ class Followers:
             self._next.note(unit, following, times)
         for place, event in enumerate(events[:turn]):
             if event.moment is Moment.FORWARD_END:
-                self._turned.note(event.unit, needed_before(events, place) == [], times)
+                self._turned.note(event.unit, needed_before(events, place, 1) == [], times)
 
     def after(self, unit: int) -> Iterator[int]:
         """Yield the units that are likely to run forward after ``unit``, in order, each once."""

@@ -150,6 +150,12 @@ class State:
         twin.in_backward = self.in_backward
         return twin
 
+    def follow(self, events: Sequence[Event], position: int, turn: int) -> list[Op]:
+        """The ops that follow one of all events of a step; backward begins at ``turn``."""
+        most = len(events) if self.prefetch.least_bytes else self.prefetch.backward
+        before = needed_before(events, position, most) if position < turn else None
+        return self.decide(events[position], upcoming(events, position, turn), before)
+
     def decide(
         self,
         event: Event,
@@ -163,8 +169,8 @@ class State:
 
         ``before`` are the units that backward needs before the one whose forward ends, None if its
         backward does not follow. See [Note: The turnaround]. Unless it is ``sure``, something else
-        may follow. ``early``: what is needed is gathered before the unit
-        that ran before is freed, see [Note: Gathers that nobody foresaw].
+        may follow. ``early``: what is needed is gathered before the unit that ran before is freed,
+        see [Note: Gathers that nobody foresaw].
         """
         moment, unit = event
         self.early = early
@@ -190,8 +196,16 @@ class State:
         return [*self._finish_earlier_reduce(unit), *free, *self._reduce(unit)]
 
     def _turns_around(self, policy: UnitPolicy, before: Sequence[int]) -> bool:
-        others = map(self.policies.__getitem__, before)
-        held = [each for each in others if each.gathered and each.reshard_after_forward]
+        """True if backward, too, would hold the unit from its begin on, ``before`` it others."""
+        held = [
+            each
+            for number in before
+            if (each := self.policies[number]).gathered
+            # Around the unit are those that are open; they are full anyway.
+            if each.reshard_after_forward or not self.open.get(number, 0)
+        ]
+        if any(each.prefetch_backward is not None or not each.unshard_in_backward for each in held):
+            return False
         return policy.unshard_in_backward and self._has_room_beside(held, self.prefetch.backward)
 
     def _end_turn(self, unit: int, sure: bool) -> Iterator[Op]:
@@ -352,9 +366,4 @@ def compile_step(
     ``policies`` holds one entry for each unit number in ``events``.
     """
     state, turn = State(policies, prefetch), first_of_backward(events)
-    return tuple(
-        tuple(
-            state.decide(event, upcoming(events, position, turn), needed_before(events, position))
-        )
-        for position, event in enumerate(events)
-    )
+    return tuple(tuple(state.follow(events, position, turn)) for position in range(len(events)))

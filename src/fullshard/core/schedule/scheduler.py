@@ -25,8 +25,6 @@ from fullshard.core.schedule.record import (
     Habits,
     Moment,
     first_of_backward,
-    needed_before,
-    upcoming,
 )
 from fullshard.core.schedule.rules import Op, State, UnitPolicy
 from fullshard.core.strategy import Prefetch
@@ -185,11 +183,9 @@ class Scheduler:
     def _compile(self, events: tuple[Event, ...]) -> _Compiled:
         state, turn = State(self._policies, self._prefetch), first_of_backward(events)
         ops, before = [], []
-        for position, event in enumerate(events):
+        for position in range(len(events)):
             before.append(state.copy())
-            coming = upcoming(events, position, turn)
-            decided = state.decide(event, coming, needed_before(events, position))
-            ops.append(list(map(self._bind, decided)))
+            ops.append(list(map(self._bind, state.follow(events, position, turn))))
         return _Compiled(events, tuple(ops), tuple(before))
 
     def _decide_on_demand(self, event: Event) -> Sequence[Any]:

@@ -16,7 +16,7 @@ PREFIX = "fullshard-lab"
 SENT_BYTES = Path(f"/sys/class/net/{DEVICE}/statistics/tx_bytes")  # as seen on a host
 
 PAYLOAD_SHARE = 1448 / 1514
-"""Of a full frame's bytes, all of which count on a link, those that TCP carries (by IPv4)."""
+"""The share of a full frame that TCP over IPv4 carries; a link counts the whole frame."""
 
 
 class Unavailable(Exception):

@@ -151,7 +151,10 @@ class State:
         return twin
 
     def follow(self, events: Sequence[Event], position: int, turn: int) -> list[Op]:
-        """The ops that follow one of all events of a step; backward begins at ``turn``."""
+        """Return the ops that follow ``events[position]`` in a step that is known to its end.
+
+        Its backward begins at position ``turn``.
+        """
         most = len(events) if self.prefetch.least_bytes else self.prefetch.backward
         before = needed_before(events, position, most) if position < turn else None
         return self.decide(events[position], upcoming(events, position, turn), before)
@@ -196,7 +199,7 @@ class State:
         return [*self._finish_earlier_reduce(unit), *free, *self._reduce(unit)]
 
     def _turns_around(self, policy: UnitPolicy, before: Sequence[int]) -> bool:
-        """True if backward, too, would hold the unit from its begin on, ``before`` it others."""
+        """True if backward holds the unit from its begin on, while it needs those ``before``."""
         held = [
             each
             for number in before

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch._inductor.config
-from support.beside import DOORS, params_of, shard
+from support.beside import DOORS, grads_of, params_of, shard
 from support.models import GPT, Block, loss_of, make_batches, seeded
 from support.sampling import survey
 from torch._dynamo.eval_frame import OptimizedModule
@@ -141,6 +141,29 @@ def test_a_whole_model_is_compiled_in_parts(gloo_world, in_eager):
     check(runs, in_eager["wrapper"])
     for _, _, graphs, _ in runs:
         assert graphs == [1, 1, 1]
+
+
+def hooked(comm, door, compiled):
+    """The gradients of a model whose blocks have hooks inside."""
+    model = seeded(GPT).double()
+    for block in model.blocks:
+        block.attention.register_forward_hook(lambda module, inputs, output: 2 * output)
+        if compiled:
+            block.compile(backend="eager", fullgraph=True)
+    model = shard(model, comm, door, [Block])
+    inputs, targets = make_batches("gpt", 1, 2)[0]
+    loss_of(model(inputs), targets).backward()
+    return grads_of(model)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("door", DOORS)
+def test_hooks_inside_of_blocks_do_not_break_their_graphs(door):
+    """As `parallelize_module` sets them."""
+    torch._dynamo.reset()
+    (expected,) = LocalWorld(1).run(lambda comm: hooked(comm, door, False))
+    (found,) = LocalWorld(1).run(lambda comm: hooked(comm, door, True))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
 
 
 class Signs(torch.optim.Optimizer):

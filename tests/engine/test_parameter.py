@@ -73,6 +73,21 @@ def test_any_tiling_gives_the_full_tensor_and_norm(lengths):
     LocalWorld(len(lengths)).run(body)
 
 
+def test_a_loss_of_full_tensors_gives_gradients():
+    full = torch.arange(60.0, dtype=torch.float64).view(5, 12)
+    expected = full.clone().requires_grad_()
+    (expected.square().sum() + expected.exp().mean()).backward()
+
+    def body(comm):
+        param = one(comm, full)
+        (param.full_tensor().square().sum() + param.exp().mean()).backward()
+        assert torch.equal(param.grad.full_tensor(), expected.grad)
+        with torch.no_grad():
+            assert not param.full_tensor().requires_grad
+
+    LocalWorld(3).run(body)
+
+
 def test_reading_gradients_and_data():
     full = torch.arange(60.0).view(5, 12)
 

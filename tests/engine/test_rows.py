@@ -25,7 +25,12 @@ from torch.distributed.fsdp import fully_shard as theirs
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
+from fullshard.core.errors import (
+    ConfigurationError,
+    NotSupportedError,
+    UnshardedOperationError,
+    UsageError,
+)
 from fullshard.torch import fully_shard as ours
 from fullshard.torch.tensor import parameter
 from fullshard.torch.tensor.parameter import DerivedDTensor, ShardedDTensor
@@ -294,6 +299,50 @@ def test_operations_give_what_dtensor_gives():
             wrong[name] = f"{mine} is not {other}"
     assert wrong == {}
     assert compared >= 100
+
+
+def _whole(value):
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+PENALTIES = {
+    "product": lambda p: p.prod(),
+    "box": lambda p: p[2:9, 3:7].square().sum(),
+    "box, twice": lambda p: (lambda box: _whole(box).sum() + _whole(box).prod())(p[2:9, 3:7]),
+    "element": lambda p: p[3, 4].exp(),
+    "whole rows": lambda p: _whole(p[2:7]).square().sum(),
+    "outer product": lambda p: torch.outer(p[0], p[0]).square().sum(),
+    "row by row": lambda p: (p * p[0]).sum(),
+    "row by matrix": lambda p: (p[1] @ p.T).exp().sum(),
+}
+
+
+@on_processes(3, joined=True)
+def test_gradients_of_parts_are_those_of_one_process():
+    mesh, wrong = init_device_mesh("cpu", (3,)), {}
+    for name, penalty in PENALTIES.items():
+        found = []
+        for sharding in (lambda model: model, lambda model: ours(model, mesh=mesh)):
+            torch.manual_seed(1)
+            model = sharding(nn.Linear(9, 12, bias=False, dtype=torch.float64))
+            loss = _whole(penalty(model.weight))
+            loss.backward()
+            found.append((loss.detach(), _whole(model.weight.grad)))
+        for one, mine in zip(*found, strict=True):
+            if not torch.allclose(one, mine, rtol=1e-12):
+                wrong[name] = f"{mine} is not {one}"
+    assert wrong == {}
+
+
+@on_processes(2, joined=True)
+def test_writes_to_copies_of_parts_are_refused():
+    weight = ours(nn.Linear(6, 8, bias=False)).weight.detach()
+    with pytest.raises(UnshardedOperationError, match="would be lost"):
+        weight[1:5, 2:4].zero_()
+    with pytest.raises(UnshardedOperationError, match="not cut alike"):
+        weight[1:5].mul_(weight[0])
+    weight[1:5] = 3.0
+    assert weight.full_tensor()[:, 0].eq(3.0).tolist() == [False, *[True] * 4, *[False] * 3]
 
 
 def test_operations_run_by_the_rules_of_spans():

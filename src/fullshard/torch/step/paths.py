@@ -89,11 +89,12 @@ class Structure:
         running = self._running
 
         def see(_module: nn.Module, inputs: Any, output: Any) -> None:
+            if torch.compiler.is_compiling():  # one node makes it, and the unit's output
+                return
             if running and running[-1].call is not None:
                 running[-1].call.watch_inside(tensors_with_gradients((inputs, output)))
 
-        seen = torch.compiler.disable(see)  # type: ignore[no-untyped-call]
-        module.register_forward_hook(seen, prepend=True)
+        module.register_forward_hook(see, prepend=True)
         self._listening.add(id(module))
 
     def check(self) -> None:

@@ -40,9 +40,10 @@ class Ownership:
     ``name`` is the parameter's fully-qualified name, ``shape`` its global shape. The spans tile the
     flattened parameter in rank order; some may be empty. With ``tensor_parallel`` they tile the
     part of it that the ranks of ``comm`` have. Elements are counted with dimension ``dim`` in
-    front. If the spans are whole rows, ``placed`` says what DTensor calls that. ``whole_on`` is the
-    rank that is meant to hold all elements, not one that does by chance. In the shard and in a
-    reduced gradient ``room`` elements are this rank's span and zeros behind it.
+    front. If the spans are whole rows, ``placed`` says what DTensor calls that; ``rows_on`` is the
+    mesh of a parameter placed so, of which these are some rows. ``whole_on`` is the rank that is
+    meant to hold all elements, not one that does by chance. In the shard and in a reduced gradient
+    ``room`` elements are this rank's span and zeros behind it.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Ownership:
     unit: int = -1  # the serial of its unit's first parameter
     dim: int = 0
     placed: Placed | None = None
+    rows_on: DeviceMesh | None = None
     whole_on: int | None = None
     room: int = 0
     _specs: dict[torch.dtype, DTensorSpec] = field(

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._library.simple_registry import GenericTorchDispatchRuleHolder
 from torch._ops import OpOverload
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -141,13 +142,15 @@ class ShardedParameter(torch.Tensor):
         )
 
     def full_tensor(self) -> Tensor:
-        """Return the whole parameter as a new plain tensor without gradient. Collective.
+        """Return the whole parameter as a new plain tensor. Collective.
 
-        Raises `UsageError` on a rank that calls it alone.
+        It is part of the graph if gradients are enabled; its gradient must be the same on all
+        ranks. Raises `UsageError` on a rank that calls it alone.
         """
         what = f"full_tensor() of {self.ownership.name!r}"
         call_roll(self.ownership.comms, what, _EVERYWHERE)
-        return self.gathered()
+        owner = self.ownership
+        return _whole(self, self.gathered, lambda grad: _make(owner.cut(grad).clone(), owner))
 
     @torch.no_grad()
     def gathered(self) -> Tensor:
@@ -158,8 +161,12 @@ class ShardedParameter(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run ``func`` by its rule; see `fullshard.torch.tensor.rules`."""
-        return RULES[func](args, kwargs or {})
+        """Run ``func`` by its rule or, if that refuses and ranks hold rows, as DTensor does."""
+        kwargs = kwargs or {}
+        try:
+            return RULES[func](args, kwargs)
+        except UnshardedOperationError as refusal:
+            return _as_dtensor_does(func, args, kwargs, refusal)
 
     @property
     def data(self) -> Tensor:
@@ -213,6 +220,23 @@ class ShardedParameter(torch.Tensor):
         )
 
 
+class _Whole(torch.autograd.Function):
+    """Gathers a whole tensor, whose gradient is the same on all ranks and is cut again."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, gather: Callable[[], Tensor], cut: Any) -> Tensor:
+        ctx.cut = cut
+        return gather().detach()  # of a replicated DTensor it may be what that holds
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.cut(grad), None, None
+
+
+_whole: Callable[..., Tensor] = _Whole.apply
+
+
 class ShardedDTensor(ShardedParameter, DTensor):
     """A `ShardedParameter` of which ranks hold whole rows: a true DTensor.
 
@@ -261,17 +285,6 @@ class ShardedDTensor(ShardedParameter, DTensor):
         """Return this rank's rows without gradient: a view."""
         return self._local_tensor.detach()
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Run ``func`` by its rule or, if that refuses, as DTensor does."""
-        kwargs = kwargs or {}
-        try:
-            return RULES[func](args, kwargs)
-        except UnshardedOperationError as refusal:
-            return _as_dtensor_does(func, args, kwargs, refusal)
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a DTensor of PyTorch's own class, with this rank's rows."""
         rows = self.local_rows().clone()  # whose storage holds nothing else: all of it is written
@@ -309,9 +322,17 @@ class DerivedDTensor(DTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Run ``func`` as DTensor does, or by the rules of `ShardedDTensor`s among the operands."""
-        if ShardedDTensor in types:
-            return ShardedDTensor.__torch_dispatch__(func, types, args, kwargs)
+        if ShardedDTensor in types or ShardedParameter in types:
+            return ShardedParameter.__torch_dispatch__(func, types, args, kwargs)
         return _as_dtensor_does(func, args, kwargs or {}, None)
+
+    def full_tensor(self, *, grad_placements: Any = None) -> Tensor:
+        """Return the whole tensor, whose gradient must be the same on all ranks. Collective."""
+        if grad_placements is not None:
+            return DTensor.full_tensor(self, grad_placements=grad_placements)
+        mesh = self.device_mesh
+        gather = _own_class(self).full_tensor
+        return _whole(self, gather, lambda grad: _derived(_replicated(grad, mesh), None))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a DTensor of PyTorch's own class."""
@@ -336,11 +357,11 @@ def _own_class(value: DTensor) -> DTensor:
 def _as_dtensor_does(
     func: OpOverload, args: Args, kwargs: Kwargs, refusal: UnshardedOperationError | None
 ) -> Any:
-    """Run ``func`` on DTensors that share the memory of `ShardedDTensor`s.
+    """Run ``func`` on DTensors that share the memory of `ShardedDTensor`s, or copy parts of them.
 
     Raises ``refusal``, or one like it, for what DTensor cannot do either, for plain tensors among
-    the operands, and for writes to views. Errors of communication, and of memory that runs out, are
-    raised as they come.
+    the operands, for writes to views, and where no operand is a DTensor or a part of one. Errors
+    of communication, and of memory that runs out, are raised as they come.
     """
     if func.overloadpacket in _REDUCTIONS:
         # With dims [] it is over all of them, which DTensor forgets: it takes that of its rows.
@@ -353,10 +374,13 @@ def _as_dtensor_does(
         "operands. Call .full_tensor() (on every rank) first"
     )
     in_backward = torch._C._current_graph_task_id() != -1
-    mesh = next(each for each in flat if isinstance(each, DTensor)).device_mesh
+    mesh = next((mesh for mesh in map(_mesh_of_rows, flat) if mesh is not None), None)
+    if mesh is None:
+        raise refusal
     taken: dict[int, DTensor] = {}
     operands: list[Any] = []
     for each in flat:
+        is_part = isinstance(each, ShardedParameter) and not isinstance(each, DTensor)
         if isinstance(each, (ShardedDTensor, DerivedDTensor)):
             base = _own_class(each)
             if _is_empty_somewhere(base) and not any(each is target for target in written):
@@ -364,11 +388,10 @@ def _as_dtensor_does(
                 base = base.redistribute(placements=[Replicate()] * base.device_mesh.ndim)
             taken[id(base)] = each
             operands.append(base)
-        elif isinstance(each, Tensor) and not isinstance(each, DTensor) and each.dim():
-            if not in_backward:
+        elif is_part or (isinstance(each, Tensor) and each.dim() and not isinstance(each, DTensor)):
+            if any(each is target for target in written) if is_part else not in_backward:
                 raise refusal
-            replicated = [Replicate()] * mesh.ndim
-            operands.append(DTensor.from_local(each, mesh, replicated, run_check=False))
+            operands.append(_replicated(each.gathered() if is_part else each, mesh))
         else:
             operands.append(each)
     _refuse_to_write_to_views(func, written)
@@ -388,6 +411,17 @@ def _as_dtensor_does(
         return taken[id(value)] if id(value) in taken else _derived(value, viewed)
 
     return tree_map_only(DTensor, handed_back, result)
+
+
+def _replicated(value: Tensor, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _mesh_of_rows(value: Any) -> DeviceMesh | None:
+    """Return the mesh of ``value``, or of the parameter of which it is some rows, or None."""
+    if isinstance(value, DTensor):
+        return value.device_mesh
+    return value.ownership.rows_on if isinstance(value, ShardedParameter) else None
 
 
 def _is_empty_somewhere(value: DTensor) -> bool:

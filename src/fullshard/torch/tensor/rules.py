@@ -183,7 +183,9 @@ def _part(owner: Ownership, start: int, shape: Sequence[int]) -> Ownership:
     )
     name = f"{owner.name}[{start}:{start + numel} of the flat elements]"
     spans = tuple(Span(*each) for each in ends)
-    return replace(owner, name=name, shape=tuple(shape), spans=spans, placed=None)
+    rows_on = owner.rows_on if owner.placed is None else owner.placed.mesh
+    shape = tuple(shape)
+    return replace(owner, name=name, shape=shape, spans=spans, placed=None, rows_on=rows_on)
 
 
 def _new_values(func: OpOverload) -> Rule:

@@ -122,7 +122,7 @@ def touch_cache(folder, keep, nap_s):
 
 def used_memory(size_bytes):
     """Aligned memory in huge pages, where there are, that was written to."""
-    memory = mmap.mmap(-1, size_bytes)
+    memory = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     memory[:] = bytes(size_bytes)
     return memory

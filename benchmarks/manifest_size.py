@@ -28,7 +28,7 @@ from fullshard.checkpoint.format.tiling import Slicing, Tile, boxes_of_part, par
 from fullshard.checkpoint.planning import Plans
 from fullshard.checkpoint.runs.commit import Staging
 from fullshard.checkpoint.saving import About, publish
-from fullshard.checkpoint.shards import ArraySource, Piece
+from fullshard.checkpoint.shards import Piece
 from fullshard.core.boxes import Box
 from fullshard.core.layout import lay_out
 from fullshard.core.spec import ParamSpec
@@ -52,7 +52,7 @@ def units():
 
 def pieces_of(rank, ranks, align):
     """Everything that a rank has to save, without its values."""
-    nothing = ArraySource(numpy.zeros(0, "u1"))
+    nothing = None  # no source: nothing is written
     pieces = []
     for unit in units():
         specs = [ParamSpec(name, shape) for name, shape in unit.items()]

@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folder of a run: newest, retention, marks of verification, left-overs; saving aside."""
 
+import subprocess
+import sys
 import threading
 import time
 import uuid
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy
 import pytest
@@ -29,6 +32,7 @@ from fullshard.checkpoint import (
     SoloRanks,
     StepFolder,
     open_checkpoint,
+    planning,
     steps_in,
 )
 from fullshard.checkpoint.background import save_in_background
@@ -82,7 +86,7 @@ def test_the_next_save_cleans_what_others_have_left(tmp_path):
     assert names_in(tmp_path) == [".mine", "step-000000000001"]
 
 
-def test_a_rank_0_that_was_thought_dead_cannot_publish_what_was_cleaned(tmp_path):
+def test_a_rank_0_that_was_thought_dead_cannot_publish_what_was_cleaned(tmp_path, monkeypatch):
     reached, go = threading.Event(), threading.Event()
 
     def watch(op, number, path):
@@ -98,7 +102,9 @@ def test_a_rank_0_that_was_thought_dead_cannot_publish_what_was_cleaned(tmp_path
     )
     thread.start()
     assert reached.wait(20)
-    save_spans(tmp_path, arrays(2), 1, step=2)
+    # As another process, where the file system has no locks.
+    monkeypatch.setattr("fullshard.checkpoint.runs.folder._under_way", set())
+    assert save_spans(tmp_path, arrays(2), 1, step=2) == [tmp_path / "step-000000000002"]
     go.set()
     thread.join()
     assert isinstance(results[0], CheckpointError)
@@ -170,6 +176,23 @@ def test_the_caller_goes_on_and_may_change_what_it_gave(tmp_path):
     assert blocks.held_bytes == 3 * BLOCK_BYTES  # 40 MiB
 
 
+def test_a_further_save_of_the_same_layout_is_not_thought_through_again(monkeypatch):
+    works = [Mock(wraps=getattr(planning, n)) for n in ("_rule", "_proposed", "_decide")]
+    for work, name in zip(works, ("_rule", "_proposed", "_decide"), strict=True):
+        monkeypatch.setattr(planning, name, work)
+    plans, (_, piece) = Plans(), large(1)
+    first = plans.plan([piece], SoloRanks())
+    assert [work.call_count for work in works] == [1, 1, 1]
+    _, again = large(1)  # other memory
+    second = plans.plan([again], SoloRanks())
+    assert [work.call_count for work in works] == [1, 1, 1]
+    assert second.tensors == first.tensors
+    assert [*second.pieces] == [again]
+    plans.plan([large(2)[1]], SoloRanks())
+    plans.plan([piece], SoloRanks())  # decided before
+    assert [work.call_count for work in works] == [3, 3, 2]
+
+
 def test_memory_stays_within_its_bound_and_the_caller_waits(tmp_path):
     array, piece = large(100)
     blocks = Blocks(2 * BLOCK_BYTES)
@@ -196,6 +219,44 @@ def test_memory_stays_within_its_bound_and_the_caller_waits(tmp_path):
     blocks_again = in_background(tmp_path, piece, blocks=blocks, step=2)
     blocks_again.wait()
     assert blocks.held_bytes == 2 * BLOCK_BYTES
+
+
+def test_a_second_save_does_not_touch_the_first_that_is_under_way(tmp_path):
+    array, piece = large(1)
+    begun, go = threading.Event(), threading.Event()
+
+    def watch(op, number, path):
+        if op == "write" and path.name.endswith("tensors"):
+            begun.set()
+            assert go.wait(20)
+
+    first = in_background(tmp_path, piece, FaultyFiles(watch), step=1)
+    assert begun.wait(20)
+    with pytest.raises(CheckpointError, match=r"another save of this process.* wait\(\)"):
+        in_background(tmp_path, piece, step=2).wait()
+    go.set()
+    assert first.wait() == tmp_path / "step-000000000001"
+    in_background(tmp_path, piece, step=2).wait()
+    assert (open_checkpoint(tmp_path, 1).read("w") == array).all()
+
+
+FORKS = """
+import os
+from fullshard.checkpoint.streaming import BLOCK_BYTES, Blocks
+block = Blocks(2 * BLOCK_BYTES).take()
+block[:3] = b"own"
+child = os.fork()
+if child == 0:
+    is_empty = bytes(block[:3]) == bytes(3)
+    block[:3] = b"his"
+    os._exit(0 if is_empty else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert bytes(block[:3]) == b"own"
+"""
+
+
+def test_a_fork_writes_into_blocks_of_its_own():
+    subprocess.run([sys.executable, "-c", FORKS], check=True)  # where no threads are
 
 
 @pytest.mark.parametrize("place", ["make_new_folder", "create", "write", "flush", "rename"])

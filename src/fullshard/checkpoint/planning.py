@@ -72,7 +72,11 @@ class Plans:
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[list[bool], Mapping[str, StoredTensor]]] = {}
-        self._rules: dict[tuple[Any, ...], list[Any] | None] = {}  # of the last save's pieces
+        # Of the last save: its pieces but for their bytes, their rules, and what was proposed.
+        self._keys: list[tuple[Any, ...]] = []
+        self._rules: list[list[Any] | None] = []
+        self._proposal = _Proposal([], [], [], [])
+        self._digest: str = self._proposal.digest()
 
     def plan(
         self,
@@ -84,17 +88,18 @@ class Plans:
         """Choose the ``pieces`` that this rank writes. Collective; raises as `agree` does."""
         pieces = [p for p in pieces if p.tile is not None or p.size_bytes or 0 in p.shape]
         keys = [(p.name, p.dtype, p.shape, p.boxes, p.tile) for p in pieces]
-        known = self._rules
-        rules = {k: known[k] if k in known else _rule(p) for k, p in zip(keys, pieces, strict=True)}
-        self._rules = rules
-        proposal = _proposed(pieces, [rules[key] for key in keys])
-        joint = agree(ranks, what, failure, proposal.digest())
+        if keys != self._keys:
+            self._rules = [_rule(piece) for piece in pieces]
+            self._proposal = _proposed(pieces, self._rules)
+            self._digest, self._keys = self._proposal.digest(), keys
+        joint = agree(ranks, what, failure, self._digest)
         if joint not in self._known:
             irregular: set[str] = set()
+            proposal = self._proposal
             while (decided := _decide(proposal, ranks, what, irregular)) is None:
                 told = [
-                    None if p.name in irregular else rules[k]
-                    for p, k in zip(pieces, keys, strict=True)
+                    None if piece.name in irregular else rule
+                    for piece, rule in zip(pieces, self._rules, strict=True)
                 ]
                 proposal = _proposed(pieces, told)
             self._known[joint] = decided

@@ -11,7 +11,7 @@ from fullshard.checkpoint.format.tiling import Slicing, Tiling, boxes_of_part
 from fullshard.checkpoint.loading import Checkpoint, Progress
 from fullshard.checkpoint.reading.reads import read_boxes
 from fullshard.checkpoint.runs.commit import Staging
-from fullshard.checkpoint.runs.folder import RunFolder, lock_run
+from fullshard.checkpoint.runs.folder import RunFolder, save_into
 from fullshard.checkpoint.runs.retention import remove_entry
 from fullshard.checkpoint.saving import publish, write_shard
 from fullshard.checkpoint.shards import Piece, ShardReader
@@ -59,16 +59,17 @@ def reshard_checkpoint(
     )
     tensors, parts = _cut_evenly(manifest, world), []
     try:
-        files.make_folder(folder)
-        lock_run(files, folder)
-        staging.open()
-        with ShardReader(source.files, source.folder, manifest) as reader:
+        with (
+            save_into(files, folder),
+            ShardReader(source.files, source.folder, manifest) as reader,
+        ):
+            staging.open()
             for rank in range(world):
                 mine = list(_pieces(manifest, tensors, reader, rank))
                 parts.append({"file": write_shard(staging, rank, mine, files)})
                 if progress is not None:
                     progress(sum(piece.size_bytes for piece in mine))
-        return publish(staging, about, tensors, parts)
+            return publish(staging, about, tensors, parts)
     except BaseException as error:
         remove_entry(files, folder, staging.path.name)
         if isinstance(error, OSError):

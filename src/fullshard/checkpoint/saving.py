@@ -24,7 +24,7 @@ from fullshard.checkpoint.format.tiling import Run, Tiling, runs_of
 from fullshard.checkpoint.planning import Plans, WritePlan
 from fullshard.checkpoint.ranks import CheckpointRanks, failure_text, from_first
 from fullshard.checkpoint.runs.commit import Staging, left_overs
-from fullshard.checkpoint.runs.folder import RunFolder, lock_run
+from fullshard.checkpoint.runs.folder import RunFolder, save_into
 from fullshard.checkpoint.runs.retention import Keep, apply_retention, remove_entry
 from fullshard.checkpoint.shards import Piece, ShardWriter
 from fullshard.checkpoint.streaming import stream
@@ -76,32 +76,32 @@ def write_step(
     failed on one of them. Other exceptions of ``ranks`` mean that a peer is gone.
     """
     files, what = run.files, f"step {about.step} was not saved to {run.path}"
-    generation = from_first(ranks, what, lambda: _staging_in(run.path, files))
-    staging = Staging(files, run.path, generation)
-    try:
-        told: dict[str, Any] = {}
+    with contextlib.ExitStack() as stack:
+        generation = from_first(ranks, what, lambda: _staging_in(run.path, files, stack))
+        staging = Staging(files, run.path, generation)
         try:
-            told["file"] = write_shard(staging, ranks.rank, plan.pieces, files, feed)
-        except Exception as error:
-            told["failure"] = failure_text(error)
-        parts = [json.loads(each) for each in ranks.gather(json.dumps(told).encode())]
-        folder = Path(
-            from_first(ranks, what, lambda: str(publish(staging, about, plan.tensors, parts)))
-        )
-    except BaseException:
-        if ranks.rank == 0:
-            remove_entry(files, run.path, staging.path.name)
-        raise
-    if run.keep is not None and ranks.rank == 0:
-        with contextlib.suppress(CheckpointError):
-            apply_retention(files, run.path, run.keep)
+            told: dict[str, Any] = {}
+            try:
+                told["file"] = write_shard(staging, ranks.rank, plan.pieces, files, feed)
+            except Exception as error:
+                told["failure"] = failure_text(error)
+            parts = [json.loads(each) for each in ranks.gather(json.dumps(told).encode())]
+            folder = Path(
+                from_first(ranks, what, lambda: str(publish(staging, about, plan.tensors, parts)))
+            )
+        except BaseException:
+            if ranks.rank == 0:
+                remove_entry(files, run.path, staging.path.name)
+            raise
+        if run.keep is not None and ranks.rank == 0:
+            with contextlib.suppress(CheckpointError):
+                apply_retention(files, run.path, run.keep)
     return WrittenStep(folder, generation)
 
 
-def _staging_in(run: Path, files: Files) -> str:
-    """Make a staging folder, for rank 0 alone; the name of this save."""
-    files.make_folder(run)
-    lock_run(files, run)
+def _staging_in(run: Path, files: Files, stack: contextlib.ExitStack) -> str:
+    """Make a staging folder, for rank 0 alone, until ``stack`` ends; the name of this save."""
+    stack.enter_context(save_into(files, run))
     for name in left_overs(files, run):
         remove_entry(files, run, name)
     staging = Staging(files, run, uuid.uuid4().hex)

@@ -9,13 +9,16 @@ host memory than its blocks, which are as many as were stated.
 [Note: Around the page cache]
 Blocks are aligned and so is the data's place in the file, which is written with O_DIRECT where the
 file system can: a save does not displace what the page cache holds, and needs no fresh pages, which
-cost several times the writing itself on virtual machines (docs/log.md has figures).
+cost several times the writing itself on virtual machines (docs/log.md has figures). Blocks are in
+huge pages where there are any: a disk takes twice as long for memory that lies in small ones.
 """
 
 import mmap
 import queue
+import sys
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from fullshard.checkpoint.shards import Piece, ShardWriter
 
@@ -23,8 +26,17 @@ BLOCK_BYTES = 16 * 2**20
 NewBlock = Callable[[int], memoryview]
 
 
+_WIPE_ON_FORK = 18  # on Linux; `mmap` has no name for it
+
+
 def _plain_block(size_bytes: int) -> memoryview:
-    return memoryview(mmap.mmap(-1, size_bytes))
+    """Make memory of this process alone: a fork finds zeros in it, and costs no copy."""
+    memory = mmap.mmap(-1, size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if sys.platform == "linux":
+        for advice in (mmap.MADV_HUGEPAGE, _WIPE_ON_FORK):
+            with suppress(OSError):  # a system without it
+                memory.madvise(advice)
+    return memoryview(memory)
 
 
 class Blocks:

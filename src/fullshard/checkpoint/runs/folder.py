@@ -4,7 +4,8 @@
 [Note: One process at a time]
 The process of rank 0 locks ``.lock`` in the folder at its first save and until it ends, however it
 ends; the system gives the lock back. The file says who has it, for the text of the refusal. File
-systems without locks are used without one.
+systems without locks are used without one. Within a process one save at a time is under way: a
+second one would take what the first has staged for left over.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,14 +26,33 @@ from fullshard.core.errors import CheckpointError, ConfigurationError
 LOCK = ".lock"
 _MOST = 64  # folders that a process keeps locked; of more the ones that were used first are freed
 _locked: dict[tuple[int, str], OpenFile] = {}
+_under_way: set[tuple[int, str]] = set()  # locks of the runs into which this process saves now
 _changing = threading.Lock()
 
 
-def lock_run(files: Files, run: Path) -> None:
-    """Lock ``run`` until this process ends; see [Note: One process at a time].
+@contextlib.contextmanager
+def save_into(files: Files, run: Path) -> Iterator[None]:
+    """Make and lock ``run`` for a save; see [Note: One process at a time].
 
-    Raises `CheckpointError` if another saves there.
+    It stays locked until this process ends. Raises `CheckpointError` if another save goes there.
     """
+    files.make_folder(run)
+    key = _lock(files, run)
+    with _changing:
+        if key in _under_way:
+            raise CheckpointError(
+                f"{run} is in use: another save of this process is under way. Call wait() for that "
+                "one first; models that are saved apart need folders of their own",
+                file=str(run),
+            )
+        _under_way.add(key)
+    try:
+        yield
+    finally:
+        _under_way.discard(key)
+
+
+def _lock(files: Files, run: Path) -> tuple[int, str]:
     path = run / LOCK
     key = (os.getpid(), os.path.realpath(path))  # a fork has no locks of its parent
     with _changing:
@@ -44,6 +65,7 @@ def lock_run(files: Files, run: Path) -> None:
         _locked[key] = known
         while len(_locked) > _MOST:
             os.close(_locked.pop(next(iter(_locked))).descriptor)
+    return key
 
 
 def _taken(files: Files, run: Path, path: Path) -> OpenFile:

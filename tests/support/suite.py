@@ -187,8 +187,9 @@ def trials_of_optimizers(request):
 @pytest.fixture(autouse=True)
 def devices_of_jax_share_a_core(request):
     """They would wait for each other across all cores, and take them from other tests."""
-    of_jax = "jax" in request.node.nodeid
-    with threads.process_on_one_core() if of_jax else contextlib.nullcontext():
+    starts = SLOW_FIXTURES.intersection(request.fixturenames)  # processes, which would stay there
+    alone = "jax" in request.node.nodeid and not starts
+    with threads.process_on_one_core() if alone else contextlib.nullcontext():
         yield
 
 

@@ -28,7 +28,8 @@ os.environ.setdefault("XLA_FLAGS", xla.flags(8))
 choose_defaults()
 threads.stay_on_one_core()
 
-settings.register_profile("fullshard", deadline=None, derandomize=True)
+examples = 40 if FAST else 100
+settings.register_profile("fullshard", deadline=None, derandomize=True, max_examples=examples)
 settings.load_profile("fullshard")
 
 

@@ -110,9 +110,7 @@ def test_a_batch_that_does_not_divide_starts_nothing(tmp_path, monkeypatch, caps
     assert not list(tmp_path.iterdir())
 
 
-def test_two_ranks_train_and_leave_everything_behind(
-    tmp_path, monkeypatch, capfd, forked_local_ranks
-):
+def test_two_ranks_train_and_leave_everything_behind(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     for name in LAUNCHED:
         monkeypatch.delenv(name, raising=False)

@@ -113,7 +113,7 @@ def kept_local_ranks(gloo_world, monkeypatch):
 
 @pytest.fixture
 def forked_local_ranks(monkeypatch):
-    """Let `run_local_ranks` fork its ranks from a process that has torch, each a process still."""
+    """Let `run_local_ranks` fork its ranks from a process that has torch; they print as it does."""
     start = local_ranks.start_processes
     ranks_context()
 

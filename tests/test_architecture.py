@@ -169,6 +169,10 @@ class Source:
     def tree(self) -> ast.Module:
         return ast.parse(self.text)
 
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        return list(ast.walk(self.tree))
+
     @property
     def inside(self) -> str:
         """The path inside the package, such as ``torch/unit/unit.py``."""
@@ -243,7 +247,7 @@ def imports_go_down(source: Source) -> Iterator[str]:
     if layer is None:
         yield source.at(1, f"{source.layer} has no row in the table of layers")
         return
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         for name in imported(node):
             top, _, below = name.partition(".")
             if top == "fullshard":
@@ -265,7 +269,7 @@ def rooms_import_down(source: Source) -> Iterator[str]:
         yield source.at(1, f"{source.room} has no row in the table of rooms of {source.layer}")
         return
     package = f"fullshard.{source.layer}"
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         for name in imported(node):
             inside = f"{name}.".removeprefix(f"{package}.")
             if inside == f"{name}.":
@@ -306,7 +310,7 @@ def imports_make_no_circle(sources: Sequence[Source]) -> Iterator[str]:
 
 def loaded_modules(source: Source, known: Mapping[str, Source]) -> Iterator[str]:
     """The modules among ``known`` that the import statements of ``source`` name."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in known)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -417,7 +421,7 @@ def docstrings_are_sentences(source: Source) -> Iterator[str]:
     """A file says what it holds, a function does something, a class is something: no clauses."""
     if not ast.get_docstring(source.tree):
         yield source.at(1, "no docstring that says what the file holds")
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, Function | ast.ClassDef | ast.Module):
             docstring = ast.get_docstring(node) or ""
             if clause := CLAUSE.match(docstring):
@@ -430,7 +434,7 @@ def class_names_stand_for_one_thing(sources: Sequence[Source]) -> Iterator[str]:
     """Classes that share a name, without its underscores."""
     homes: dict[str, str] = {}
     for source in sources:
-        for node in ast.walk(source.tree):
+        for node in source.nodes:
             if isinstance(node, ast.ClassDef):
                 name = node.name.strip("_")
                 if name in homes:
@@ -442,7 +446,7 @@ def collectives_stay_in_comm(source: Source) -> Iterator[str]:
     if source.inside in COLLECTIVE_CALLERS:
         return
     aliases = {"torch.distributed"}
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         for each in getattr(node, "names", []) if imported(node) else []:
             module = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
             if module + each.name == "torch.distributed":
@@ -451,7 +455,7 @@ def collectives_stay_in_comm(source: Source) -> Iterator[str]:
                 parts = (each.name, module.split(".")[-2])
                 if any(COLLECTIVE.fullmatch(part) for part in parts):
                     yield source.at(node.lineno, f"collective {module}{each.name}")
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Attribute):
             of_module = ast.unparse(node.value) in aliases and COLLECTIVE.fullmatch(node.attr)
             if of_module or GROUP_METHOD.fullmatch(node.attr):
@@ -465,7 +469,7 @@ FACTORIES |= {"randperm", "scalar_tensor", "tensor", "zeros"}
 
 def new_tensors_name_their_device(source: Source) -> Iterator[str]:
     """``with torch.device("meta")`` and ``torch.set_default_device`` are users' to say."""
-    for node in ast.walk(source.tree):
+    for node in source.nodes:
         if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("torch."):
             name = ast.unparse(node.func).removeprefix("torch.")
             if name in FACTORIES and "device" not in {each.arg for each in node.keywords}:

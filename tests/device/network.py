@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 from device.machine import COMPUTE, HOST, where
+from device.operations import is_on_device
 
 
 def is_question(label):
@@ -87,7 +88,7 @@ class Network:
 
     def issue(self, kind, group, outputs, inputs, beside):
         machine = self.machine
-        if kind == "all_reduce" and not any(tensor.is_cuda for tensor in inputs):
+        if kind == "all_reduce" and not any(is_on_device(tensor) for tensor in inputs):
             self._answer(inputs)
         shapes = tuple((t.numel(), str(t.dtype)) for t in (*outputs, *inputs))
         if kind == "scatter" or len(outputs) > len(inputs):  # the source alone has inputs
@@ -99,7 +100,7 @@ class Network:
             numbers = [number for t in summed for number in self.memories.of(t).numbers]
             machine.collectives.append((group.group_name, kind, machine.label, shapes, numbers))
         machine.label = ""
-        on_device = any(tensor.is_cuda for tensor in (*outputs, *inputs))
+        on_device = any(is_on_device(tensor) for tensor in (*outputs, *inputs))
         if any(tensor.is_complex() for tensor in (*outputs, *inputs)):
             machine.find(f"{kind} sends complex numbers, which NCCL does not know")
         by_engine = where() != "the program"

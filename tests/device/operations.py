@@ -32,6 +32,12 @@ _SHAPE_ONLY = (
 _COPIES = {aten.copy_.default, aten._to_copy.default, aten._foreach_copy_.default}
 
 
+def is_on_device(tensor):
+    """Return ``tensor.is_cuda``, for which a fake tensor would ask every mode of dispatch."""
+    device = tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
+    return device.type == "cuda"
+
+
 class Memories:
     """The memory of each storage."""
 
@@ -46,7 +52,7 @@ class Memories:
         key = storage._cdata
         memory = self._of.get(key)
         if memory is None:
-            home = self._machine.current if tensor.is_cuda else HOST
+            home = self._machine.current if is_on_device(tensor) else HOST
             label = f"{tuple(tensor.shape)} {tensor.dtype}"
             if new is None:
                 memory = Memory(storage.nbytes(), home, label, known=True)
@@ -69,7 +75,7 @@ class Memories:
     def bytes_beyond(self, tensors):
         """Return the bytes that the device holds beside the memories of ``tensors``."""
         plain = (getattr(t, "local", getattr(t, "_local_tensor", t)) for t in tensors)
-        of = [self.of(t) for t in plain if isinstance(t, FakeTensor) and t.is_cuda]
+        of = [self.of(t) for t in plain if isinstance(t, FakeTensor) and is_on_device(t)]
         return self._machine.held.total_bytes - sum({id(m): m.size for m in of}.values())
 
     def derive(self, reads, writes):
@@ -116,6 +122,10 @@ class Operations(TorchDispatchMode):
         super().__init__()
         self.machine, self.memories = machine, memories
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        return False  # nothing is compiled here, and to tell dynamo so takes time in each operation
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
@@ -142,7 +152,7 @@ class Operations(TorchDispatchMode):
         fresh = [t for t in outputs if not _shares(t, (*reads, *writes))]
         if not writes and not fresh:
             return result  # a view, or nothing
-        if any(t.is_meta for t in (*reads, *writes, *fresh)):
+        if any(t.fake_device.type == "meta" for t in (*reads, *writes, *fresh)):
             return result  # somebody works out a shape
         self._carry_out(func, args, kwargs, reads, (writes, fresh), pin)
         return result
@@ -150,21 +160,21 @@ class Operations(TorchDispatchMode):
     def _carry_out(self, func, args, kwargs, reads, results, pin):
         writes, fresh = results
         machine, name = self.machine, func.overloadpacket.__name__
-        on_device = any(t.is_cuda for t in (*reads, *writes, *fresh))
+        on_device = any(is_on_device(t) for t in (*reads, *writes, *fresh))
         pins = pin or (name == "_to_copy" and kwargs.get("non_blocking") and on_device)
         for tensor in fresh:
-            self.memories.of(tensor, new="pinned" if pins and not tensor.is_cuda else "")
+            self.memories.of(tensor, new="pinned" if pins and not is_on_device(tensor) else "")
         if name in _EMPTY:
             return
         timeline = machine.current if on_device else HOST
-        ends = {t.is_cuda for t in (*reads, *writes, *fresh)}
+        ends = {is_on_device(t) for t in (*reads, *writes, *fresh)}
         crosses = func in _COPIES and len(ends) == 2
         machine.step(timeline)
         host_reads = []
         for tensor in reads:
             if any(tensor is each for each in writes):
                 continue  # changed in place
-            if crosses and not tensor.is_cuda and not self.memories.of(tensor).pinned:
+            if crosses and not is_on_device(tensor) and not self.memories.of(tensor).pinned:
                 host_reads.append(tensor)  # staged before the call returns
             else:
                 self.memories.touch(tensor, False, timeline, name)
@@ -172,7 +182,7 @@ class Operations(TorchDispatchMode):
             again = any(tensor is each for each in reads)
             self.memories.touch(tensor, True, timeline, name, again=again)
         if crosses:
-            machine.cross(timeline, to_host=not (*writes, *fresh)[0].is_cuda)
+            machine.cross(timeline, to_host=not is_on_device((*writes, *fresh)[0]))
         if name in ("full", "fill_"):
             self.memories.of((*writes, *fresh)[0]).numbers.append(repr(args[1]))
         if host_reads:
@@ -195,14 +205,14 @@ class Operations(TorchDispatchMode):
         given = args[place] if place < len(args) else kwargs.get("non_blocking", False)
         if not given:
             return False
-        return all(t.is_cuda or self.memories.of(t).pinned for t in written)
+        return all(is_on_device(t) or self.memories.of(t).pinned for t in written)
 
     def _answer(self, func, args):
         """Values that nobody has: ones, and equality."""
         tensors = [t for t in args if isinstance(t, FakeTensor)]
         if not tensors:
             return func(*args)
-        on_device = any(t.is_cuda for t in tensors)
+        on_device = any(is_on_device(t) for t in tensors)
         timeline = self.machine.current if on_device else HOST
         name = func.overloadpacket.__name__
         self.machine.step(timeline)

@@ -64,8 +64,7 @@ def test_half_a_launch_is_a_finding(monkeypatch, capsys):
     assert any("but not WORLD_SIZE" in what for what in whats)
 
 
-@pytest.mark.slow
-def test_local_ranks_that_cannot_meet_are_told(monkeypatch, capsys):
+def test_local_ranks_that_cannot_meet_are_told(monkeypatch, capsys, forked_local_ranks):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing0")
     assert main(["--nproc", "2", "--json", *SMALL]) == 1
     read = json.loads(capsys.readouterr().out)

@@ -1,29 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The switch, in an interpreter of its own, since other tests have taken torch's names."""
+"""The switch, in a process of its own, since other tests have taken torch's names."""
 
+import contextlib
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from support import drop_in_checks
-from support.limits import PROCESS_S
+from support.world import World, run_script, without_warnings
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def failures():
-    done = subprocess.run(
-        [sys.executable, Path(drop_in_checks.__file__)],
-        capture_output=True,
-        text=True,
-        timeout=PROCESS_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(map(json.loads, done.stdout.splitlines()))
+    with contextlib.closing(World(1)) as fresh:
+        (printed,) = fresh.launch(1, without_warnings, run_script, drop_in_checks.__file__)
+    return dict(map(json.loads, printed.splitlines()))
 
 
 @pytest.mark.parametrize("name", [check.__name__ for check in drop_in_checks.CHECKS])

@@ -20,6 +20,7 @@ class Line(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.long
 def test_steps_evaluations_and_saves_of_a_trainer_are_recorded(tmp_path):
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     pytest.importorskip("accelerate", reason="accelerate is not installed")

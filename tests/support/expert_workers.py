@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from support.models import seeded
+from support.trials import tried_once
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -161,6 +162,7 @@ def train(
     return steps_of(model, mesh, micro_batches, keeps=keeps, folder=folder, make=make)
 
 
+@tried_once()
 def steps_of(model, mesh, micro_batches, *, keeps=False, folder=None, make=adamw):
     optimizers = make(model)
     data = batches(mesh.size(), micro_batches)
@@ -193,6 +195,7 @@ def named(optimizers):
     return {f"optimizer {number}": each for number, each in enumerate(optimizers)}
 
 
+@tried_once()
 def train_and_save(kind, experts, shards, folder, steps, make=adamw, **options):
     """The first steps of `train`, kept in ``folder``."""
     model, _ = sharded(kind, experts, shards, **options)

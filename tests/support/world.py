@@ -187,6 +187,13 @@ def ranks_context():
     return context
 
 
+def call_in_environment(rank, environment, function, *arguments):
+    """Call ``function`` as in a process that has just been started, and does not fork from one."""
+    os.environ.clear()
+    os.environ.update(environment)
+    function(rank, *arguments)
+
+
 def run_script(path, arguments=(), folder="."):
     """Run the script in ``folder`` and return what it prints."""
     printed = io.StringIO()

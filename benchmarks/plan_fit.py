@@ -345,9 +345,11 @@ def main() -> int:
         f"fit: {mape(found.errors):.1%} off",
         f"rows at home: {mape(found.errors[: len(home)]):.1%} off",
     ]
-    for name, group in GROUPS.items():
-        for left, errors in left_out(found, group).items():
-            lines.append(f"{name} left out, {left}: {len(errors)} rows, {mape(errors):.1%} off")
+    left = [
+        f"{name} left out, {part}: {len(errors)} rows, {mape(errors):.1%} off"
+        for name, group in GROUPS.items()
+        for part, errors in left_out(found, group).items()
+    ]
     seen = sorted({_rounded(each.features) for each in home})
     spread, sources = interval_of(home, others, found)
     program = program_of([each for name, each in sources.items() if name not in NEVER], spread)
@@ -356,7 +358,7 @@ def main() -> int:
     interval = {"spread": spread, "sooner": program.sooner, "later": program.later}
     text = written(constants, interval, seen)
     text += outcome(lines, len(rows), given.files, given.others)
-    print(text)
+    print(*left, text, sep="\n")
     if given.write:
         TARGET.write_text(text, encoding="utf-8")
     return 0

@@ -92,13 +92,13 @@ def unknowns(step: Step, memory_share: float) -> list[Unknown]:
 
 
 class Program(NamedTuple):
-    """What another program than those of fitted runs adds to both ends, as logarithms."""
+    """The logarithms that another program than those of fitted runs adds to both ends."""
 
     sooner: float
     later: float
 
     def unknown(self, name: str, far: float) -> Unknown:
-        """What it adds at a distance of ``far`` from fitted runs.
+        """Tell what it adds at a distance of ``far`` from fitted runs.
 
         From a little distance on it is another program, as those of other sources are; from a
         large one on the rest of it is new, too.

@@ -158,7 +158,7 @@ def _published(path: Path, record: dict[str, str]) -> Row:
         engine=_engine(record["system"]),
         offload=Offload(params=True, optimizer=True) if "; offload" in told else Offload(),
         optimizer="sgd" if "sgd optimizer" in told else "adamw",
-        overhead_s=0.0 if "bare loop" in told or "trainer loop" in told else None,
+        overhead_s=0.0 if re.search("bare loop|trainer loop|nanogpt", told) else None,
         fused_norms="fused norms" in told,  # PyTorch had no fused RMSNorm before 2.8
         fp8=in_float8,
         gather_dtype="float8_e4m3fn" if in_float8 else None,
@@ -233,6 +233,7 @@ def _loss(told: str, compiled: bool) -> Loss:
     """Such as ``chunked loss`` or ``liger cross-entropy``; torchtitan's does not keep logits.
 
     It is compiled where the model is, but for the months after pull request 755 (2024-12-19).
+    That of nanoGPT is part of forward, which returns 16-bit logits.
     """
     names = "|".join(sorted((each.value for each in Loss), key=len, reverse=True))
     found = re.search(rf"\b({names}|liger)\b[ -]*(?:cross[ -]entropy|loss|linear|ce\b)", told)
@@ -240,6 +241,8 @@ def _loss(told: str, compiled: bool) -> Loss:
         return Loss.FUSED if found.group(1) == "liger" else Loss(found.group(1))
     if "torchtitan" in told:
         return Loss.COMPILED if compiled else Loss.FREED
+    if "nanogpt" in told:
+        return Loss.NATIVE if compiled else Loss.FREED
     return Loss.PLAIN
 
 

@@ -126,7 +126,7 @@ def _ways(step: Step) -> dict[str, float]:
     assumed = [each.later for each in assumed_of(step)]
     masked = masked_longer(cluster.device) if run.attention is AttentionKernel.FLASH else 1.0
     return {
-        "matmul_share attention_share memory_share": math.hypot(fitted_runs()[0], *assumed),
+        "matmul_share attention_share memory_share": math.hypot(fitted_runs()[0][1], *assumed),
         "attention_share": math.log(masked),
         "inside_share between_share": _TOLD_LINK if told else math.log(links[name]),
         "kernel_s": math.log(SLOW_HOST) * (3 if run.engine is Engine.OTHER else 1),

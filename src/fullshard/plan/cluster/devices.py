@@ -136,13 +136,13 @@ def fitted_constants() -> Constants:
 
 
 @cache
-def fitted_runs() -> tuple[float, Mapping[str, Sequence[Sequence[float]]]]:
+def fitted_runs() -> tuple[tuple[float, float], Mapping[str, Sequence[Sequence[float]]]]:
     """Read what a program that is not fitted adds to an interval, and the sizes of runs by kind.
 
-    The first is the logarithm of an end.
+    The first are logarithms: of the sooner end, and of the later.
     """
     table = tomllib.loads(_text("constants.toml"))["interval"]
-    return float(table["program"]), table["runs"]
+    return (table["sooner"], table["later"]), table["runs"]
 
 
 @cache

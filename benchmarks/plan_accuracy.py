@@ -132,7 +132,7 @@ def by_record(rows: Sequence[Row]) -> list[Compared]:
 
 def draw(compared: Sequence[Compared], path: Path) -> None:
     """Write a scatter picture: predicted over measured tokens/s of each row."""
-    figure, axes = pyplot.subplots(figsize=(6, 6))
+    figure, axes = pyplot.subplots(figsize=(7, 7), layout="constrained")
     for number, group in enumerate(dict.fromkeys(each.row.group for each in compared)):
         members = [each for each in compared if each.row.group == group]
         measured = [each.row.tokens for each in members]
@@ -143,8 +143,8 @@ def draw(compared: Sequence[Compared], path: Path) -> None:
         axes.plot(ends, [share * each for each in ends], style, color="grey", lw=1)
     axes.set(xscale="log", yscale="log", xlabel="measured", ylabel="predicted")
     axes.set_title("tokens/s of a device; dotted: 20% off", fontsize=10)
-    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
-    figure.savefig(path, bbox_inches="tight", metadata={"Date": None})
+    figure.legend(fontsize=7, ncols=9, loc="outside lower center", frameon=False)
+    figure.savefig(path, metadata={"Date": None})
 
 
 def told_wrong(compared: Sequence[Compared], failed: Sequence[Row]) -> str:

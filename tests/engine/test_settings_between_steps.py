@@ -19,8 +19,10 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
+from fullshard.core.strategy import Prefetch
 from fullshard.testing import LocalWorld
-from fullshard.torch import summon_full_params
+from fullshard.torch import set_prefetch, summon_full_params
+from fullshard.torch.step.managed import managed_unit_of
 
 
 def net():
@@ -199,3 +201,14 @@ def test_dtensors_put_into_a_summoned_model_are_written_back(group, door, align)
     assert torch.equal(inner[0].weight.full_tensor(), net()[0].weight * 2)
     assert torch.equal(inner[2].bias.full_tensor(), net()[2].bias + 1)
     model(X).sum().backward()
+
+
+def test_the_number_of_reduces_leaves_what_is_gathered_ahead_as_it_was():
+    def body(comm):
+        model = sharded(comm, "function", "row")
+        set_prefetch(model, 2, 3, least_bytes=100)
+        model.set_reduce_scatter_max_input_buffers(4)
+        model(X).sum().backward()
+        return managed_unit_of(model).tracker.prefetch
+
+    assert LocalWorld(2).run(body) == [Prefetch(2, 3, 4, 100)] * 2

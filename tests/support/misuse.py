@@ -200,7 +200,7 @@ def call_with_other_values(it):
         return
     values = {}
     for name, param in it.model.named_parameters():
-        full = param.full_tensor() if hasattr(param, "full_tensor") else param.detach()
+        full = param.full_tensor().detach() if hasattr(param, "full_tensor") else param.detach()
         values[name] = (full.clone() * 0.5).requires_grad_()
     loss = functional_call(it.model, values, (it.inputs,))["y"].square().mean()
     it.backward(loss)

@@ -146,7 +146,6 @@ def setting_of(measured: MeasuredRun, step: RecordedStep) -> Setting:
         _gathered_ahead(step, "backward"),
         reduces if type(reduces) is int and reduces > 0 else 1,
     )
-    on_cpu = measured.first.facts.device == "cpu"
     drops = settings.get("strategy") not in ("SHARD_GRAD_OP", "NO_SHARD", "_HYBRID_SHARD_ZERO2")
     policies = {
         number: UnitPolicy(
@@ -154,7 +153,6 @@ def setting_of(measured: MeasuredRun, step: RecordedStep) -> Setting:
             reduced=unit.grad_bytes > 0,
             reshard_after_forward=drops and number > 0,
             full_bytes=unit.full_bytes,
-            reduce_bytes=unit.grad_bytes * (2 if on_cpu else 1),
         )
         for number, unit in enumerate(measured.units)
     }

@@ -25,11 +25,6 @@ A reduce is issued before the ones ahead of it are waited for: the wire has some
 meanwhile, and what gradients are copied into takes no more than the full parameters that have just
 been dropped. If they travel in a wider dtype than that of computation it does take more, and the
 earlier ones are waited for first. The wire has gathers to do meanwhile, but for the last unit.
-
-Where parameters stay from forward to backward (SHARD_GRAD_OP) there is nothing to gather, and
-computation that waited for a reduce would leave the wire idle after it. But each backward gives
-parameters back. So reduces stay in flight as long as they fit where parameters and gradients of
-this step have been, next to the largest gradients that may follow.
 """
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -79,9 +74,8 @@ class UnitPolicy:
     ``replicated`` ones have shards on several ranks, whose gradients are summed after the reduce.
     ``unshard_in_backward`` is false if backward needs no parameters. ``prefetch_forward`` and
     ``prefetch_backward`` name the units that are gathered when this one's forward or backward
-    begins, instead of those that come next. ``reduce_bytes`` is what its reduce holds while it is
-    in flight. ``widened`` gradients take more memory when their reduce begins; earlier reduces are
-    waited for before that, see [Note: Reduces in flight].
+    begins, instead of those that come next. ``widened`` gradients take more memory when their
+    reduce begins; earlier reduces are waited for before that, see [Note: Reduces in flight].
     ``optional`` units are gathered in forward when a rank runs them, and not ahead.
     """
 
@@ -95,7 +89,6 @@ class UnitPolicy:
     prefetch_forward: tuple[int, ...] | None = None
     prefetch_backward: tuple[int, ...] | None = None
     full_bytes: int = 0
-    reduce_bytes: int = 0
     widened: bool = False
     optional: bool = False
 
@@ -122,8 +115,6 @@ def unit_policy(
         reshard_after_forward=not root if reshard_after_forward is None else reshard_after_forward,
         replicated=layout.shards > 1 and replicas > 1,
         full_bytes=layout.full_bytes,
-        # Ranks of Gloo hold what the others send until it is added up.
-        reduce_bytes=layout.grad_full_bytes * (2 if on_cpu else 1),
         widened=not on_cpu and layout.grad_copied_bytes > layout.full_bytes,
     )
 
@@ -143,9 +134,6 @@ class State:
         self.turning: set[int] = set()  # kept for a backward that is to come next
         self.passed_over: set[int] = set()  # gathered ahead, when another unit came
         self.in_backward: bool = False
-        self.gathers_in_backward: bool = False
-        self.filling: set[int] = set()  # whose gradients come
-        self.most_bytes: int = 0  # that parameters and gradients have taken in this backward
         self.early: bool = False  # gathers of this event begin early
 
     def copy(self) -> "State":
@@ -160,9 +148,6 @@ class State:
         twin.turning = set(self.turning)
         twin.passed_over = set(self.passed_over)
         twin.in_backward = self.in_backward
-        twin.gathers_in_backward = self.gathers_in_backward
-        twin.filling = set(self.filling)
-        twin.most_bytes = self.most_bytes
         return twin
 
     def follow(self, events: Sequence[Event], position: int, turn: int) -> list[Op]:
@@ -197,11 +182,11 @@ class State:
         policy = self.policies[unit]
         if moment in (Moment.FORWARD_BEGIN, Moment.BACKWARD_BEGIN):
             self.open[unit] = self.open.get(unit, 0) + 1
-            fill = self._fill(unit) if moment is Moment.BACKWARD_BEGIN else ()
+            self.in_backward = self.in_backward or moment is Moment.BACKWARD_BEGIN
             needed = moment is Moment.FORWARD_BEGIN or policy.unshard_in_backward
             need, end_turn = self._need(unit) if needed else (), self._end_turn(unit, sure)
             both = chain(need, end_turn) if early else chain(end_turn, need)
-            return [*fill, *both, *self._gather_ahead(unit, coming, sure)]
+            return [*both, *self._gather_ahead(unit, coming, sure)]
         self.open[unit] = max(0, self.open.get(unit, 0) - 1)
         if moment is Moment.FORWARD_END:
             # Recomputation runs forward inside backward: what it needs, backward needs next.
@@ -210,7 +195,6 @@ class State:
                 self.turning.add(unit)
                 keep = True
             return [] if keep else self._free(unit, shrink=policy.shrunk)
-        self.filling.discard(unit)
         free = self._free(unit) if policy.reshard_after_backward else []
         return [*self._finish_earlier_reduce(unit), *free, *self._reduce(unit)]
 
@@ -248,9 +232,6 @@ class State:
         if unit not in self.gathering:
             self.gathering.add(unit)
             self.shrunk.discard(unit)
-            if self.in_backward and not self.gathers_in_backward:
-                self.gathers_in_backward = True
-                yield from self._finish_reduces(unit, but=self.prefetch.reduces_in_flight)
             yield Op(OpKind.GATHER, unit)
 
     def _gather_ahead(self, unit: int, coming: Iterable[int], sure: bool) -> Iterator[Op]:
@@ -343,54 +324,23 @@ class State:
         self.all_reducing = [reduced]
         yield Op(OpKind.ALL_REDUCE, reduced)
 
-    def _fill(self, unit: int) -> Iterator[Op]:
-        """Note that gradients of ``unit`` come from now on; make room for them."""
-        self.in_backward = True
-        if self.policies[unit].reduced:
-            self.filling.add(unit)
-            yield from self._finish_reduces(unit, but=self.prefetch.reduces_in_flight)
-            self.most_bytes = max(self.most_bytes, self._taken_bytes())
-
     def _reduce(self, unit: int) -> Iterator[Op]:
         """See [Note: Reduces in flight]."""
-        policy, most = self.policies[unit], self.prefetch.reduces_in_flight
+        policy = self.policies[unit]
         if policy.reduced:
-            yield from self._finish_reduces(unit, but=most, further_bytes=policy.reduce_bytes)
             self.reducing.append(unit)
             if policy.widened:
-                yield from self._finish_reduces(unit, but=max(most, 1))
+                yield from self._finish_reduces(unit, but=max(self.prefetch.reduces_in_flight, 1))
             yield Op(OpKind.REDUCE, unit)
-            self.most_bytes = max(self.most_bytes, self._taken_bytes())
-            largest_bytes = max(each.reduce_bytes for each in self.policies.values())
-            yield from self._finish_reduces(unit, but=most, further_bytes=largest_bytes)
+            yield from self._finish_reduces(unit, but=self.prefetch.reduces_in_flight)
 
-    def _finish_reduces(self, unit: int, *, but: int, further_bytes: int = 0) -> Iterator[Op]:
-        """Wait for the earliest reduces, ``but`` the last ones and those that have room.
-
-        There is room where ``further_bytes`` fit beside. The last may be that of ``unit``.
-        """
+    def _finish_reduces(self, unit: int, *, but: int) -> Iterator[Op]:
+        """Wait for the earliest reduces, ``but`` the last ones; the last is that of ``unit``."""
         while len(self.reducing) > but:
             held_bytes = sum(self.policies[each].full_bytes for each in self.reducing[1:])
-            if held_bytes < self.prefetch.least_bytes or self._fits(further_bytes):
+            if held_bytes < self.prefetch.least_bytes:
                 return
             yield from self._after_reduce(self.reducing.pop(0), unit)
-
-    def _fits(self, further_bytes: int) -> bool:
-        """True if this backward has taken as much before as it does with so many bytes more."""
-        if self.gathers_in_backward:
-            return False  # what is given back is taken again
-        if any(self.policies[each].replicated for each in self.reducing):
-            return False  # their sums over replicas would come late
-        return 0 < self._taken_bytes() + further_bytes <= self.most_bytes
-
-    def _taken_bytes(self) -> int:
-        """Bytes of full parameters, of gradients that come, and of reduces in flight."""
-        full, policies = self.full | self.gathering, self.policies
-        made = (
-            min(policies[each].full_bytes, policies[each].reduce_bytes) for each in self.filling
-        )
-        reducing = (policies[each].reduce_bytes for each in self.reducing)
-        return sum(policies[each].full_bytes for each in full) + sum(made) + sum(reducing)
 
     def _end_step(self) -> list[Op]:
         ops = [Op(OpKind.AWAIT_GATHER, unit) for unit in sorted(self.gathering)]
@@ -406,10 +356,8 @@ class State:
             held.clear()
         self.open.clear()
         self.turning.clear()
-        self.filling.clear()
         self.passed_over.clear()
-        self.in_backward = self.gathers_in_backward = False
-        self.most_bytes = 0
+        self.in_backward = False
         return ops
 
 

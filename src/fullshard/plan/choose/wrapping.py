@@ -82,7 +82,6 @@ def _peak_bytes(paths: Sequence[str], layouts: Sequence[Layout]) -> int:
             reduced=trained[number],
             reshard_after_forward=number > 0,
             full_bytes=layout.full_bytes,
-            reduce_bytes=layout.grad_full_bytes,
         )
         for number, layout in enumerate(layouts)
     }

@@ -8,6 +8,7 @@ concerns the module's own unit; with ``recurse`` also those below.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 import torch
@@ -15,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
-from fullshard.core.strategy import Prefetch
 from fullshard.torch.comm.process_group import group_of
 from fullshard.torch.sharding.initialisation import filled_with_nan
 from fullshard.torch.sharding.settings import (
@@ -287,8 +287,7 @@ class FSDPModule(NotCopied, _OwnModule):
         Each costs the unit's full gradients. The engine knows one number for all units of a root.
         """
         tracker = ensure_tracker(_module(self))
-        now = tracker.prefetch
-        tracker.set_prefetch(Prefetch(now.forward, now.backward, max_input_buffers))
+        tracker.set_prefetch(replace(tracker.prefetch, reduces_in_flight=max_input_buffers))
 
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True

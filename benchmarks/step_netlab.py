@@ -45,7 +45,6 @@ from fullshard.torch.comm.hierarchical import PRETEND
 
 ALONE = "plain, alone"
 TWO_AHEAD = ", two ahead"
-THREE_REDUCES = ", three reduces"
 DTYPES = {"float32": None, "bfloat16": torch.bfloat16}
 BYTE = (1 + 4 / 256) / 4  # of an int8 number, with its part of a block's scale, in fp32 numbers
 COMPRESSED = {  # what gathers and reduces send of fp32 numbers
@@ -93,11 +92,6 @@ def engines(ranks, dtype):
         set_prefetch(model, 2, 2)
         return model
 
-    def three_reduces():
-        model = fullshard(build(), BLOCK, dtype, reshard_after_forward=False)
-        model.set_reduce_scatter_max_input_buffers(3)
-        return model
-
     options = {"FULL_SHARD": {}, "SHARD_GRAD_OP": {"reshard_after_forward": False}}
     if ranks % 2 == 0 and ranks > 2:
         mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicate", "shard"))
@@ -120,8 +114,6 @@ def engines(ranks, dtype):
         made[f"fullshard {strategy}{BESIDE_FORWARD}"] = made[f"fullshard {strategy}"]
     made[f"fullshard FULL_SHARD{TWO_AHEAD}"] = two_ahead
     made[f"fullshard FULL_SHARD{TWO_AHEAD}{BESIDE_FORWARD}"] = two_ahead
-    made[f"fullshard SHARD_GRAD_OP{THREE_REDUCES}"] = three_reduces
-    made[f"fullshard SHARD_GRAD_OP{THREE_REDUCES}{BESIDE_FORWARD}"] = three_reduces
     for name, (compression, _, _) in COMPRESSED.items() if dtype is None else ():
         made[f"fullshard FULL_SHARD, {name}"] = partial(
             lambda chosen: fullshard(build(), BLOCK, compression=chosen), compression

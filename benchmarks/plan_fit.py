@@ -68,7 +68,7 @@ PRIORS: dict[str, tuple[float, float, float, float]] = {
 
 MOST_ROWS = 30  # that a source counts for
 # Sources of which no row is ever fitted, nor an interval made: the first eight of all but those at
-# home by the SHA-256 of their names, drawn before the others were fitted.
+# home by the SHA-256 of their names. Trial fits of all rows came before the draw; none was kept.
 NEVER = frozenset({"SW", "PT", "KF", "MB", "AW", "NA", "VL", "DL"})
 _SAME = {"QF": "QW", "QZ": "QW", "TQ": "TT", "KM": "KF", "FX": "FA"}  # in two tables
 
@@ -151,19 +151,19 @@ class Error(NamedTuple):
 
 
 def counted(rows: Sequence[Scripted]) -> np.ndarray:
-    """What each row counts for: less than one where its source has many."""
+    """Return the weight of each row: below one where its source has more than `MOST_ROWS`."""
     sources = [source_of(each.row) for each in rows]
     counts = Counter(sources)
     return np.array([min(1.0, MOST_ROWS / counts[each]) for each in sources])
 
 
 def tamed(errors: np.ndarray) -> np.ndarray:
-    """Squares of errors that grow like themselves when they are large: outliers count less."""
+    """Return squares of errors, tamed to grow linearly where they are large."""
     return 2 * (np.sqrt(1 + errors**2) - 1)
 
 
 def loss(rows: Sequence[Scripted], constants: Constants) -> float:
-    """What a fit makes small: half the squares of rows' errors and of distances from priors."""
+    """Return what a fit makes small: half the squares of rows' errors and of distances from priors."""
     errors = np.array([each.log_error(constants) / each.noise for each in rows])
     away = [
         (getattr(constants, name) - mean) / deviation

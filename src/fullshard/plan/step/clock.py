@@ -33,24 +33,24 @@ class _EngineCosts(NamedTuple):
     unit and step took it in benchmarks/host_time.py, beyond the plain model, with small layers.
     ``loop_s`` is AdamW's for each parameter where it goes through them one by one: 91 us on the
     host of an H100, 8.3 times that for FSDP2's DTensors, 1.1 for ours (measured on a CPU).
-    ``act_s`` is what hooks of every module take in a block's forward, recomputation or backward,
-    ``shows`` the share of communication that is waited for though compute could hide it.
+    ``hooks_s`` is what hooks of every module take in a block's forward, recomputation or backward,
+    ``exposed_share`` the share of communication that is waited for though compute could hide it.
     """
 
     copies: int
     call_s: float
     loop_s: float
-    act_s: float = 0.0
-    shows: float = 0.0
+    hooks_s: float = 0.0
+    exposed_share: float = 0.0
 
 
+# Of another engine the last two are the middle of what interval.py lets them be.
 _COSTS = {
     Engine.FULLSHARD: _EngineCosts(0, 100e-6, 100e-6),
     Engine.FSDP1: _EngineCosts(4, 310e-6, 91e-6),
     Engine.FSDP2: _EngineCosts(4, 260e-6, 755e-6),
     Engine.OTHER: _EngineCosts(4, 260e-6, 91e-6, 1.5e-3, 0.5),
 }
-# Of another engine act_s and shows are the middle of what interval.py lets them be.
 # By a kernel for each of its operations AdamW moves three times the bytes of a fused one. On a host
 # with 16 cores a fused one moves 160 GB/s.
 _SINGLE_KERNELS = 2.9
@@ -179,7 +179,7 @@ class _Streams:
         if self.cluster.device.cpu:  # the host itself computes, one operation after another
             seconds += self.constants.kernel_s * kernels
             kernels = 0
-        self.host += _COSTS[self.run.engine].act_s
+        self.host += _COSTS[self.run.engine].hooks_s
         launched = self.host + self.constants.kernel_s * min(kernels, 1)
         self.host += self.constants.kernel_s * kernels
         start = max(self.compute, launched)
@@ -380,7 +380,7 @@ def _whole_step(
 
     def exposed_s(each: _Streams) -> float:
         waited = each.waited + max(0.0, each.reduce - each.compute)
-        shown = _COSTS[run.engine].shows * max(0.0, each.communication - waited)
+        shown = _COSTS[run.engine].exposed_share * max(0.0, each.communication - waited)
         return waited + shown + max(0.0, copied_s - each.busy)
 
     optimizer = _optimizer_s(script, run, cluster, constants, run.optimizer_kernels)

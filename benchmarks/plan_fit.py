@@ -163,7 +163,7 @@ def tamed(errors: np.ndarray) -> np.ndarray:
 
 
 def loss(rows: Sequence[Scripted], constants: Constants) -> float:
-    """Return what a fit makes small: half the squares of rows' errors and of distances from priors."""
+    """Return what a fit makes small: half of squared errors of rows and distances from priors."""
     errors = np.array([each.log_error(constants) / each.noise for each in rows])
     away = [
         (getattr(constants, name) - mean) / deviation

@@ -134,10 +134,11 @@ def test_rows(gpu_step, fake_world):
 def test_ways_to_step_offloaded_are_told_beside_their_bound(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     offload_step = importlib.import_module("offload_step")
-    shape = ["--world", "2", "--tokens", "8", "--layers", "2", "--width", "64", "--heads", "4"]
+    shape = ["--shapes", "2,8,2", "4,8,1", "--width", "64", "--heads", "4"]
     tries = ["--device", "cpu", "--rounds", "1", "--steps", "1", "--out", str(tmp_path / "o.json")]
     offload_step.main([*shape, *tries])
     rows = json.loads((tmp_path / "o.json").read_text())["rows"]
-    assert [row["step"] for row in rows] == list(offload_step.WAYS)
+    assert [row["step"] for row in rows] == 2 * list(offload_step.WAYS)
+    assert {(row["world"], row["tokens"], row["layers"]) for row in rows} == {(2, 8, 2), (4, 8, 1)}
     for row in rows:
         assert row["of_bound"] == row["step_s"] / max(row["updates_s"], row["copies_s"])

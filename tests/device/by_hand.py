@@ -26,8 +26,8 @@ from device.programs import (
 from fullshard import torch as ours
 
 
-def layers(kind, count, width=8):
-    with torch.device("cuda"):
+def layers(kind, count, width=8, device="cuda"):
+    with torch.device(device):
         return kind([nn.Linear(width, width) for _ in range(count)])
 
 
@@ -297,19 +297,29 @@ def _(job):
     job.train(model)
 
 
-@program("optimizer in backward, units gathered ahead", steps=8)
-def _(job):
-    model = shard(layers(Stack, 5), job.mesh)
-    optimizer = adamw(model)
-    ours.overlap_optimizer(model, optimizer)
-    # Those that are over then.
-    model.blocks[1].set_modules_to_backward_prefetch([model.blocks[2], model.blocks[3]])
-    orders = [(0, 1, 2, 3, 4), (0, 2, 3), (0, 1, 2, 3, 4), (4, 1, 0, 3), (3, 4), (0, 1, 2, 4)]
+def _gathered_ahead(name, *, device="cuda", syncs=(), **options):
+    @program(name, steps=8, syncs=syncs)
+    def body(job):
+        model = shard(layers(Stack, 5, device=device), job.mesh, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+        ours.overlap_optimizer(model, optimizer)
+        # Those that are over then.
+        model.blocks[1].set_modules_to_backward_prefetch([model.blocks[2], model.blocks[3]])
+        orders = [(0, 1, 2, 3, 4), (0, 2, 3), (0, 1, 2, 3, 4), (4, 1, 0, 3), (3, 4), (0, 1, 2, 4)]
 
-    def each_step(number):
-        run_layers(model, [*orders, (0, 1, 0, 2), (2, 1, 2, 0)][number]).backward()
+        def each_step(number):
+            run_layers(model, [*orders, (0, 1, 0, 2), (2, 1, 2, 0)][number]).backward()
 
-    job.train(model, optimizer, each_step=each_step)
+        job.train(model, optimizer, each_step=each_step)
+
+
+_gathered_ahead("optimizer in backward, units gathered ahead")
+_gathered_ahead(
+    "optimizer in backward, units gathered ahead, offloaded",
+    device="cpu",
+    syncs=FETCHES,
+    offload_policy=ours.CPUOffloadPolicy(),
+)
 
 
 @program("scaled losses, unscaled", syncs=("_local_scalar_dense in the program",))

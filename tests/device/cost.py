@@ -17,7 +17,7 @@ from torch.distributed import fsdp as theirs
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from device.machine import COMPUTE, HOST, Costs, Machine
+from device.machine import COMPUTE, THREADS, Costs, Machine
 from device.world import on_device, rank_of_job
 from fullshard import torch as ours
 from fullshard.core.strategy import Sharding
@@ -114,7 +114,7 @@ def steps_of(engine, blocks, reduces="fp32", links=LINKS, orders=()):
                     param.grad = None
             ended_s = machine.now_s
         assert not machine.findings, machine.findings
-    launches = [each for each in machine.launches[first:] if each.timeline != HOST]
+    launches = [each for each in machine.launches[first:] if each.timeline not in THREADS]
     collectives = [each for each in launches if each.what in KINDS]
     kernels = [each for each in launches if each.what not in KINDS]
     compute = [each for each in kernels if each.timeline == COMPUTE]
@@ -199,7 +199,7 @@ def offloaded(shapes=OFFLOADED):
                     step_ms = (machine.now_s - begin_s) * 1e3
             assert not machine.findings, machine.findings
             launches = machine.launches[first:]
-            update = sum(each.size for each in launches if each.timeline == HOST) / rate
+            update = sum(each.size for each in launches if each.timeline in THREADS) / rate
             copies = {each.timeline: 0.0 for each in launches if each.crosses}
             for each in launches:
                 if each.crosses:

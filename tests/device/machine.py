@@ -21,6 +21,8 @@ from functools import reduce
 from numpy import maximum
 
 HOST = "host"
+UPDATES = "updates"  # the host's second thread: see `device.updates`
+THREADS = HOST, UPDATES
 COMPUTE = "compute"
 TIME = "seconds"  # within clocks: when, by the cost model
 
@@ -131,6 +133,7 @@ class Machine:
         self.costs = costs or Costs()
         self.clocks = {HOST: {HOST: 0}, COMPUTE: {COMPUTE: 0}}
         self.current = COMPUTE
+        self.host = HOST  # the thread that runs
         self.findings = {}  # by text, for their order
         self.syncs = Counter()
         self.collectives = []
@@ -155,8 +158,8 @@ class Machine:
     def step(self, timeline):
         """Let the next thing happen on a timeline; on a stream behind its launch by the host."""
         clock = self.clock(timeline)
-        if timeline != HOST:
-            _join(clock, self.clocks[HOST])
+        if timeline not in THREADS:
+            _join(clock, self.clock(self.host))
         clock[timeline] += 1
         return clock[timeline]
 
@@ -169,9 +172,9 @@ class Machine:
 
     def sync(self, position, what):
         """The host waits."""
-        self.put_behind(HOST, position)
-        self.step(HOST)
-        if self.running:
+        self.put_behind(self.host, position)
+        self.step(self.host)
+        if self.running and self.host == HOST:
             self.syncs[f"{what} in {where()}"] += 1
 
     def ask(self, position):
@@ -189,7 +192,7 @@ class Machine:
     def launch(self, timeline, what, size, flops=0, *, crosses=False):
         """Let the step just made take time on its timeline, whatever others do meanwhile."""
         self.launches.append(Launch(timeline, what, size, flops, crosses))
-        if timeline == HOST:
+        if timeline in THREADS:
             took_s = size / self.costs.update_bytes_per_s
         else:
             bus_s = size / 2 / self.costs.host_bytes_per_s if crosses else 0.0

@@ -82,7 +82,7 @@ _ORDERS = ("blocks dropped and in changing order", "optimizer in backward, units
 
 _IN, _OUT = (f'self._direction == "to the {end}"' for end in ("device", "host"))
 _BEHIND = "stream.wait_stream(self._module.current_stream(self._device))"
-_MARK = "self._last = stream.record_event()"
+_MARK = "self.last = stream.record_event()"
 _GATHER = "return self._comm.all_gather(pairs, label=self._label)"
 _THERE = "self._gathering = self.part = None"
 _REDUCE = "self._work = self._reduce_scatter(pairs)"
@@ -96,7 +96,7 @@ def _marked_early(which):
 
 
 def _unless(which, name, *programs):
-    test = "if self._last is not None:"
+    test = "if self.last is not None:"
     return _edit(_COPIES + name, test, f"{test[:-1]} and not {which}:", *programs)
 
 
@@ -139,7 +139,7 @@ MUTANTS = {
         _marked_early(_IN), ("NO_SHARD offloaded",)
     ),
     "evictions are marked before they are issued": Mutant(_marked_early(_OUT), _OFFLOAD),
-    "no join": _edit(_COPIES + "join", "if self._last is not None:", "if False:", *_OFFLOAD),
+    "no join": _edit(_COPIES + "join", "if self.last is not None:", "if False:", *_OFFLOAD),
     "no join of fetches": _unless(_IN, "join", "NO_SHARD offloaded"),
     "no join of evictions": _unless(_OUT, "join", *_OFFLOAD),
     "the host waits for no evictions": _unless(_OUT, "synchronize", *_OFFLOAD),
@@ -244,6 +244,18 @@ MUTANTS = {
     "an optimizer in backward does not wait for the host's gradients": _edit(
         "optim.overlap_optimizer:_Overlap.step", "unit.synchronize()", "pass",
         "optimizer in backward, offloaded",
+    ),
+    "a thread does not wait for the host's gradients": _edit(
+        "unit.unit:Unit.copies_under_way", "self.gradients.last_copy", "None",
+        "optimizer in backward, offloaded",
+    ),
+    "a thread updates what is being fetched": _edit(
+        "unit.unit:Unit.copies_under_way", "self.full.last_fetch", "None",
+        "optimizer in backward, units gathered ahead, offloaded",
+    ),
+    "a step put off counts no change": _edit(
+        "optim.filled_step:FilledStep.make", "count_change(*filled.lists[0])", "pass",
+        "changing order, optimizer beside forward",
     ),
     "a gather takes what a step put off will change": _edit(
         "unit.unit:Unit.gather", "self.catch_up()", "pass",

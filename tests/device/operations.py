@@ -166,7 +166,7 @@ class Operations(TorchDispatchMode):
             self.memories.of(tensor, new="pinned" if pins and not is_on_device(tensor) else "")
         if name in _EMPTY:
             return
-        timeline = machine.current if on_device else HOST
+        timeline = machine.current if on_device else machine.host
         ends = {is_on_device(t) for t in (*reads, *writes, *fresh)}
         crosses = func in _COPIES and len(ends) == 2
         machine.step(timeline)
@@ -186,9 +186,9 @@ class Operations(TorchDispatchMode):
         if name in ("full", "fill_"):
             self.memories.of((*writes, *fresh)[0]).numbers.append(repr(args[1]))
         if host_reads:
-            machine.step(HOST)
+            machine.step(machine.host)
             for tensor in host_reads:
-                self.memories.touch(tensor, False, HOST, name)
+                self.memories.touch(tensor, False, machine.host, name)
         self.memories.derive(reads, (*writes, *fresh))
         sizes = [t.numel() * t.element_size() for t in (*reads, *writes, *fresh)]
         flops = 0
@@ -213,7 +213,7 @@ class Operations(TorchDispatchMode):
         if not tensors:
             return func(*args)
         on_device = any(is_on_device(t) for t in tensors)
-        timeline = self.machine.current if on_device else HOST
+        timeline = self.machine.current if on_device else self.machine.host
         name = func.overloadpacket.__name__
         self.machine.step(timeline)
         for tensor in tensors:

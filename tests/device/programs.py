@@ -604,7 +604,7 @@ def _changing(name, *, shape=(4,), syncs=(), kept_bytes=0, device="cuda", beside
             # So wide that memory counts: units that are given up are seen.
             model = Stack([nn.Linear(256, 256) for _ in range(5)])
         shard(model, job.mesh, **options)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=bool(beside))
         if beside:
             ours.overlap_optimizer(model, optimizer, beside=beside)
 
@@ -621,6 +621,7 @@ _changing(
     "changing order, gathers in int8", compression=ours.CommunicationCompression(gather="int8")
 )
 _changing("changing order, blocks of 2", reshard_after_forward=2)
+_changing("changing order, optimizer beside forward", beside="forward")
 _changing(
     "changing order, optimizer beside forward, offloaded",
     **_offload,

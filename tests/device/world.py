@@ -2,6 +2,8 @@
 """One rank of a job on simulated devices: everything of torch that stands for a machine."""
 
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from importlib import import_module
 from types import SimpleNamespace
 from unittest import mock
 
@@ -18,6 +20,7 @@ from device.machine import Machine
 from device.network import Network
 from device.operations import Memories, Operations
 from device.streams import Streams
+from device.updates import Updates
 from fullshard.torch import capture
 from fullshard.torch.comm import ranks
 from fullshard.torch.comm.watch.watchdog import Watchdog, Witness
@@ -29,6 +32,8 @@ from fullshard.torch.unit import streams as engine_streams
 from fullshard.torch.unit.buffers import MemorySource
 from fullshard.torch.unit.sites import notes_on
 from fullshard.torch.unit.unit import Unit
+
+overlap_optimizer = import_module("fullshard.torch.optim.overlap_optimizer")  # not the function
 
 
 @contextmanager
@@ -65,6 +70,9 @@ def rank_of_job(rank, size, machine=None):
             issues(witness, what)
 
         stack.enter_context(mock.patch.object(Witness, "issues", labelled))
+        stack.enter_context(
+            mock.patch.object(overlap_optimizer, "HostUpdates", partial(Updates, machine))
+        )
         stack.enter_context(mock.patch.dict(engine_streams._streams, clear=True))
         stack.enter_context(mock.patch.dict(MemorySource._of, clear=True))
         stack.enter_context(mock.patch.object(MemorySource, "is_set", False))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps in backward: bit by bit the ordinary ones, with few gradients alive, or refused."""
 
+import threading
 import weakref
 from contextlib import nullcontext
 from functools import partial
@@ -185,10 +186,18 @@ def test_few_gradients_are_alive_together(comm, plain):
     assert all(param.grad is None for param in model.parameters())
 
 
-def test_half_of_what_rests_on_the_host_is_stepped_when_backward_ends(plain, monkeypatch):
+def test_what_rests_on_the_host_is_stepped_by_a_thread(plain, monkeypatch):
     """No CPU rank has such units: their place is feigned, and their copies are there."""
     module = import_module("fullshard.torch.optim.overlap_optimizer")
     monkeypatch.setattr(module, "_rests_elsewhere", lambda unit: True)
+    make = module.FilledStep.make
+    names = []
+
+    def recorded(step):
+        names.append(threading.current_thread().name)
+        make(step)
+
+    monkeypatch.setattr(module.FilledStep, "make", recorded)
 
     def body(comm):
         expected = function(comm, copy_of(plain))
@@ -197,20 +206,12 @@ def test_half_of_what_rests_on_the_host_is_stepped_when_backward_ends(plain, mon
         optimizer = torch.optim.AdamW(in_groups(model), lr=0.1)
         overlap_optimizer(model, optimizer)
         params, units = list(model.parameters()), [m.unit for m in managed_units(model)]
-        waited = []  # when a unit is delivered, for all
-        for unit in units:
-            unit.settings.on_delivered.append(lambda: waited.append(sum(map(waiting, units))))
         for number in range(4):
             for each in (expected, model):
                 backward(each, number, comm.rank)
             assert sum("used in" in repr(param.grad) for param in params) == len(params)
-            assert waited == [n * bool(number) for n in (2, 4, 6, 8)]
-            assert [waiting(unit) for unit in units] == [1 * bool(number)] * len(units)
-            if number:
-                sizes = [p.span.numel for p in units[1].sharded]
-                later = sum(p.span.numel for p in units[1].sharded if "local" not in vars(p))
-                assert 0.25 * sum(sizes) < later < 0.75 * sum(sizes)
-            waited.clear()
+            assert [waiting(unit) for unit in units] == [2 * bool(number)] * len(units)
+            assert not any(number and "local" in vars(param) for param in params)
             for each in (ordinary, optimizer):
                 each.step()
                 each.param_groups[0]["lr"] *= 0.5  # not for what waits
@@ -218,6 +219,29 @@ def test_half_of_what_rests_on_the_host_is_stepped_when_backward_ends(plain, mon
             if number == 2:
                 assert torch.equal(*(m.norm.weight.full_tensor() for m in (expected, model)))
         assert all(map(torch.equal, wholes(model), wholes(expected)))
+        return len(units)
+
+    counts = LocalWorld(2).run(body)
+    assert len(names) == 2 * 3 * sum(counts)  # halves, after the first step
+    assert all(name.startswith("fullshard-updates") for name in names)
+
+
+def test_an_error_of_the_thread_comes_up_where_the_unit_is_used(plain, monkeypatch):
+    module = import_module("fullshard.torch.optim.overlap_optimizer")
+    monkeypatch.setattr(module, "_rests_elsewhere", lambda unit: True)
+
+    def body(comm):
+        model = function(comm, copy_of(plain))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        overlap_optimizer(model, optimizer)
+        backward(model)
+        optimizer.step()
+        optimizer.param_groups[0]["eps"] = None
+        backward(model)
+        optimizer.step()
+        with pytest.raises(TypeError, match=r"eps|NoneType") as caught:
+            backward(model)
+        assert any("the step of unit" in note for note in caught.value.__notes__)
 
     LocalWorld(2).run(body)
 

@@ -59,10 +59,9 @@ def test_compiled_blocks(how, backend, device):
 
 
 @pytest.mark.filterwarnings("default")
-def test_compiled_and_not_are_equal_on_ranks(backend, device):
+def test_compiled_and_not_are_equal_on_ranks(device):
     """The frames are compiled by one thread, then run by all."""
-    if device.type == "cpu":
-        backend = "eager"  # AOT traces one model by what it puts into all modules of all threads
+    backend = "eager"  # AOT traces one model by what it puts into all modules of all threads
 
     def run(compiled):
         def body(comm):

@@ -22,6 +22,7 @@ the one that it has in the whole parameter: see [Note: Thirty-two elements] in
 `fullshard.core.layout`.
 """
 
+import inspect
 import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter, is_, itemgetter, sub
@@ -60,9 +61,9 @@ class MergedStep:
     def __init__(self, optimizer: Optimizer):
         self._optimizer = weakref.ref(optimizer)
         self._collect: Callable[..., Any] = type(optimizer)._init_group  # type: ignore[attr-defined]
-        self._plans: dict[int, _Merging] = {}  # by the first parameter collected
+        self._plans: dict[int, Merging] = {}  # by the first parameter collected
         self._misses: dict[int, int] = {}  # for how many steps on end there was none that fits
-        self._unfinished: _Merging | None = None
+        self._unfinished: Merging | None = None
         self._reads = 0
         # Returns what is to be collected of a group.
         self.prepare: Callable[[dict[str, Any]], dict[str, Any]] | None = None
@@ -109,7 +110,7 @@ class MergedStep:
 
     def _plan_for(
         self, lists: Lists, over_zeros: bool
-    ) -> tuple["_Merging | None", list[Tensor] | None]:
+    ) -> tuple["Merging | None", list[Tensor] | None]:
         """Return the plan that fits, made now if need be, and the gradients of its runs.
 
         These go on ``over_zeros`` between spans, or end there.
@@ -125,14 +126,14 @@ class MergedStep:
         misses = self._misses[key] = self._misses.get(key, 0) + 1
         if misses > _MOST_MISSES and misses % _MOST_MISSES:
             return None, None  # other gradients in each step: plans cost more than they bring
-        plan = _Merging(lists, self._equal_numbers, over_zeros)
+        plan = Merging(lists, self._equal_numbers, over_zeros)
         grads = plan.merged_grads(lists)
         if grads is not None:
             self._plans[key] = plan
             self._watch(plan, lists, key)
         return plan, grads
 
-    def _watch(self, plan: "_Merging", lists: Lists, key: int) -> None:
+    def _watch(self, plan: "Merging", lists: Lists, key: int) -> None:
         reference = weakref.ref(self)
 
         def forget(_: object) -> None:
@@ -141,6 +142,17 @@ class MergedStep:
                 merged._plans.pop(key, None)
 
         plan.watch(lists, forget)
+
+    def fill(self, group: dict[str, Any]) -> tuple[Lists, Any, "Merging | None"]:
+        """Collect ``group`` as a step would.
+
+        Returns the lists, what ``_init_group`` returns, and what to finish after the step.
+        """
+        kinds = len(inspect.signature(self._collect).parameters) - 2
+        lists: Lists = tuple([] for _ in range(kinds))
+        result = self._collect_merged(group, *lists)
+        plan, self._unfinished = self._unfinished, None
+        return lists, result, plan
 
     def finish(self, *_: Any) -> None:
         """Give all parameters of a run the numbers of the first, when a group has been stepped."""
@@ -243,7 +255,7 @@ def _taken(param: ShardedParameter) -> int:
     return span.numel() if alone else owner.room
 
 
-class _Merging:
+class Merging:
     """The replacements in the lists of one group, valid while these hold the same tensors."""
 
     def __init__(self, lists: Lists, equal: Callable[[list[Tensor]], list[Any]], over_zeros: bool):
@@ -397,7 +409,7 @@ class _Merging:
         params, grads = (list(map(each.__getitem__, self._members)) for each in lists[:2])
         try:
             cut_alike = all(map(is_, map(_owner, grads), map(_owner, params)))
-            if not (cut_alike or all(map(_goes_with, grads, params))):
+            if not (cut_alike or all(map(goes_with, grads, params))):
                 return None
             contiguous = all(map(Tensor.is_contiguous, map(_local, grads)))
             if not contiguous or self._find_ids(lists) != self._ids:
@@ -429,7 +441,7 @@ def _settings_of(group: dict[str, Any]) -> Any:
     return type(group.get("lr")), others
 
 
-def _goes_with(value: Any, param: ShardedParameter) -> bool:
+def goes_with(value: Any, param: ShardedParameter) -> bool:
     """Return True if ``value`` is cut as ``param`` is and lies in memory in the same way."""
     if not isinstance(value, ShardedParameter):
         return False
@@ -441,9 +453,9 @@ def _goes_with(value: Any, param: ShardedParameter) -> bool:
 
 def _kind(param: Any, grad: Any, state: Sequence[Any]) -> tuple[Any, ...] | None:
     """Return what must be equal within a run, cut names of ``state`` first; None if odd."""
-    if not isinstance(param, ShardedParameter) or not _goes_with(grad, param):
+    if not isinstance(param, ShardedParameter) or not goes_with(grad, param):
         return None
-    cut = tuple(_goes_with(each, param) for each in state)
+    cut = tuple(goes_with(each, param) for each in state)
     for each, is_cut in zip(state, cut, strict=True):
         if not is_cut and (type(each) is not Tensor or each.dim() or each.requires_grad):
             return None

@@ -9,17 +9,16 @@ its gradient is an object without memory that raises whenever somebody reads it 
 [Note: Steps put off]
 A unit's step can wait until its shard is used: mostly until the next forward gathers it, or until
 anyone looks at its parameters, gradients or state (`fullshard.torch.tensor.put_off`). So nobody
-sees the difference, and steps run beside the gathers and the computation of the units before. The
-host makes them where they are due, not a thread: the device has work under way meanwhile, there is
-one order, and an error comes up where it happens. A unit's first step is made at once, so that its
+sees the difference, and steps run beside the gathers and the computation of the units before. What
+is to be done is fixed when the step is put off. A unit's first step is made at once, so that its
 state is there.
 
-[Note: Units that rest on the host]
-Their gradients are copied there, and a host that waited for a copy, or stepped, in the middle of
-backward would launch nothing meanwhile. So it launches all of backward, and then steps while the
-device works, each unit when its copy has arrived. But only half of each unit: where updates take
-long, backward is over before they are, and forward would have nothing beside it. The other half
-waits for forward, which begins as soon as that of its first unit is made.
+[Note: Who makes them]
+What rests on the device is stepped by the host where it is due, not by a thread: the device has
+work under way meanwhile, there is one order, and an error comes up where it happens. Units that
+rest on the host are updated by the host itself, which would launch nothing meanwhile. So a thread
+does it (`fullshard.torch.optim.host_updates`), each unit when its gradients have arrived, beside
+all that the host launches; whoever uses a unit waits for its update.
 
 [Note: Steps beside gathers on a CPU]
 There the host waits for a gather before it asks for the next one. So it makes the next step that is
@@ -41,6 +40,8 @@ from torch.optim import Optimizer
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
 from fullshard.torch.optim.checks import look_at
+from fullshard.torch.optim.filled_step import FilledStep
+from fullshard.torch.optim.host_updates import HostUpdates
 from fullshard.torch.optim.merged_step import MergedStep, is_capturing
 from fullshard.torch.state.apart import ELEMENTWISE, is_elementwise
 from fullshard.torch.step.managed import ManagedUnit, managed_units
@@ -64,8 +65,8 @@ def overlap_optimizer(
 
     ``beside="backward"``: a unit is stepped as soon as its gradients are reduced, beside the
     backward of the units before it, and its gradient shards are dropped; so ``optimizer.step()``
-    has only to step what is left: plain parameters. Where parameters rest on the host, half of
-    each unit is stepped, and keeps its gradient shards, when the next forward gathers it.
+    has only to step what is left: plain parameters. Where parameters rest on the host, a thread
+    does so, until the next forward wants the unit.
     Accumulate with ``no_sync()`` or ``set_requires_gradient_sync(False)``. Nothing may read
     gradients or add to them between backward and ``optimizer.step()``: clipping,
     `torch.amp.GradScaler` and a second backward that reduces raise `UsageError`; so do
@@ -127,7 +128,8 @@ class _Overlap(ABC):
         self._merged = merged
         self._watched: weakref.WeakSet[ManagedUnit] = weakref.WeakSet()
         self._optimizer = weakref.ref(optimizer)
-        self._in_unit = False  # within `step`
+        self._updates = HostUpdates()
+        self._in_unit = False  # while a unit is stepped, or its step is put off
         merged.prepare = self.prepare
 
     def watch(self, managed: ManagedUnit) -> None:
@@ -144,47 +146,52 @@ class _Overlap(ABC):
     def prepare(self, group: dict[str, Any]) -> dict[str, Any]:
         """Return what is left of ``group`` for a step of the optimizer that begins now."""
 
-    def put_off(self, managed: ManagedUnit, groups: list[dict[str, Any]]) -> PutOff:
-        """Step ``groups`` of the unit's parameters when it is used. See [Note: Steps put off]."""
-        optimizer, params = self._optimizer(), _params_of(groups)
+    def put_off(self, managed: ManagedUnit, groups: list[dict[str, Any]]) -> bool:
+        """Step ``groups`` of the unit's parameters before it is used. See [Note: Steps put off].
+
+        Returns False if that cannot wait, and nothing was done.
+        """
+        optimizer, params, unit = self._optimizer(), _params_of(groups), managed.unit
         assert optimizer is not None
         # What was put off before is made here; what was gathered so far is outdated.
         count_change(*(param.local for param in params))
-        grads = [param.grad for param in params]
+        self._in_unit = True
+        try:
+            step = FilledStep.of(optimizer, groups, self._merged)
+        finally:
+            self._in_unit = False
+        if step is None:
+            return False
+        grads = (param.grad for param in params)
         states = chain.from_iterable(optimizer.state.get(param, {}).values() for param in params)
         cut = [each for each in (*grads, *states) if isinstance(each, ShardedParameter)]
-        step = partial(self._step_later, managed, optimizer, groups, grads)
-        put_off = PutOff([*params, *cut], step)
-        managed.unit.put_off.append(put_off)
-        return put_off
+        elsewhere = _rests_elsewhere(unit)
+        make = partial(self._make_later, managed, step, type(optimizer).__name__, elsewhere)
+        begun = self._updates.begin(unit.copies_under_way(), make) if elsewhere else make
+        unit.put_off.append(PutOff([*params, *cut], begun))
+        return True
 
-    def _step_later(
-        self,
-        managed: ManagedUnit,
-        optimizer: Optimizer,
-        groups: list[dict[str, Any]],
-        grads: list[Tensor | None],
+    @staticmethod
+    def _make_later(
+        managed: ManagedUnit, step: FilledStep, optimizer: str, elsewhere: bool
     ) -> None:
-        params = _params_of(groups)
-        now = [param.grad for param in params]
+        """Make a step that was put off; by a thread for what rests ``elsewhere``."""
+        device = managed.unit.device
         try:
-            if is_capturing(managed.unit.device):
+            if not elsewhere and is_capturing(device):
                 raise UsageError(
                     "a CUDA graph is being captured, and would repeat a step of before whenever it "
                     "is replayed. Call optimizer.state_dict() before, which makes steps put off"
                 )
-            _give(params, grads)
             # Whoever looks may do so in a mode that is not that of steps.
-            with torch.inference_mode(False), torch.autocast(params[0].device.type, enabled=False):
-                self.step(managed, optimizer, groups)
+            with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
+                step.make()
         except Exception as error:
             error.add_note(
-                f"This is the step of unit {managed.unit.name!r} by {type(optimizer).__name__}, "
+                f"This is the step of unit {managed.unit.name!r} by {optimizer}, "
                 "which overlap_optimizer had put off until the unit is used"
             )
             raise
-        finally:
-            _give(params, now)
 
     def step(
         self, managed: ManagedUnit, optimizer: Optimizer, groups: list[dict[str, Any]]
@@ -207,7 +214,7 @@ class _Overlap(ABC):
 
 
 class _BesideBackward(_Overlap):
-    """Steps in backward; of a unit that rests on the host half of it, the other in forward."""
+    """Steps in backward; of units that rest on the host by a thread, beside it."""
 
     beside = "backward"
 
@@ -216,7 +223,6 @@ class _BesideBackward(_Overlap):
         self._group_of: dict[int, int] = {}  # by identity of the parameter
         self._counted: list[int] = []  # parameters in each group, when last looked at
         self._stepped: weakref.WeakSet[ManagedUnit] = weakref.WeakSet()  # once, so there is state
-        self._delivered: list[PutOff] = []  # in this backward
         optimizer.register_step_pre_hook(_refuse_closure)
 
     def listen(self, managed: ManagedUnit) -> None:
@@ -238,29 +244,19 @@ class _BesideBackward(_Overlap):
         return group
 
     def deliver(self, managed: ManagedUnit) -> None:
-        """Step a unit whose gradients are reduced; see [Note: Units that rest on the host]."""
+        """Step a unit whose gradients are reduced; see [Note: Who makes them]."""
         optimizer = self._optimizer()
         params = [] if optimizer is None else self._to_step(managed, optimizer)
         if optimizer is None or not params:
             return
-        if not _rests_elsewhere(managed.unit) or managed not in self._stepped:
-            self.step(managed, optimizer, self._grouped(params, optimizer))
-            self._stepped.add(managed)
-        else:
-            now, later = _halves(params)
-            self._delivered.append(self.put_off(managed, self._grouped(now, optimizer)))
-            if later:
-                self.put_off(managed, self._grouped(later, optimizer))
-            if torch._C._current_graph_task_id() >= 0:
-                torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        by_thread = _rests_elsewhere(managed.unit) and managed in self._stepped
+        for part in _halves(params) if by_thread else [params]:
+            groups = self._grouped(part, optimizer)
+            if not (by_thread and self.put_off(managed, groups)):
+                self.step(managed, optimizer, groups)
+        self._stepped.add(managed)
         for param in params:
             param.grad = _applied_gradient(param)
-
-    def _end_backward(self) -> None:
-        """Step the first half of each unit while the device works at what has been launched."""
-        delivered, self._delivered = self._delivered, []
-        for each in delivered:
-            each.catch_up()
 
     def _to_step(self, managed: ManagedUnit, optimizer: Optimizer) -> list[ShardedParameter]:
         unit, groups = managed.unit, optimizer.param_groups
@@ -334,12 +330,14 @@ class _BesideForward(_Overlap):
             return group
         with_grads = {id(param) for param in params if param.grad is not None}
         taken: set[int] = set()
-        for managed in filter(None, map(call, self._order)):
+        for managed in filter(
+            None, map(call, reversed(self._order))
+        ):  # threads take the last first
             mine = [param for param in managed.unit.sharded if id(param) in with_grads]
-            if mine and not managed.unit.resident:
-                self.put_off(managed, [_as_now(group, mine)])
+            resident = managed.unit.resident
+            if mine and not resident and self.put_off(managed, [_as_now(group, mine)]):
                 if managed.unit.device.type == "cpu":
-                    self._queue.append(weakref.ref(managed))
+                    self._queue.appendleft(weakref.ref(managed))
                 taken.update(map(id, mine))
         return {**group, "params": [param for param in params if id(param) not in taken]}
 
@@ -348,22 +346,15 @@ def _has_stepped(optimizer: Optimizer, *_: Any) -> None:
     optimizer.__dict__[_ATTRIBUTE].has_stepped = True
 
 
-def _halves(
-    params: Sequence[ShardedParameter],
-) -> tuple[Sequence[ShardedParameter], Sequence[ShardedParameter]]:
-    """Cut ``params`` where as much lies before as behind; the second part may be empty."""
+def _halves(params: Sequence[ShardedParameter]) -> list[Sequence[ShardedParameter]]:
+    """Cut ``params`` where as much lies before as behind."""
     ends = list(accumulate(param.span.numel for param in params))
     cut = min(range(len(ends)), key=lambda i: abs(2 * ends[i] - ends[-1])) + 1
-    return params[:cut], params[cut:]
+    return list(filter(None, (params[:cut], params[cut:])))
 
 
 def _params_of(groups: Iterable[dict[str, Any]]) -> list[ShardedParameter]:
     return [param for group in groups for param in group["params"]]
-
-
-def _give(params: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
-    for param, grad in zip(params, grads, strict=True):
-        param.grad = grad
 
 
 def _as_now(group: dict[str, Any], params: list[ShardedParameter]) -> dict[str, Any]:

@@ -397,6 +397,11 @@ class FullParameters:
         if self._packed is not None:
             self._packed.there.release()
 
+    @property
+    def last_fetch(self) -> Any:
+        """The event behind which nobody reads shards in the host's memory, or None."""
+        return self._fetch.last
+
     def synchronize(self) -> None:
         """Hold up the host until it may write to shards that rest there."""
         self._fetch.synchronize()

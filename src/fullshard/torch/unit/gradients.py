@@ -297,6 +297,11 @@ class Gradients:
                 self.full.lenders.follow()
             self._leaving.clear()
 
+    @property
+    def last_copy(self) -> Any:
+        """The event behind which gradients are in the host's memory, or None."""
+        return self._to_host.last
+
     def synchronize(self) -> None:
         """Block the host until offloaded gradients have reached its memory."""
         self._to_host.synchronize()

@@ -22,8 +22,9 @@ nobody to say when it has arrived.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -61,7 +62,7 @@ class CopyStream:
         self._device = device
         self._module = torch.get_device_module(device) if has_streams(device) else None
         self._direction = direction
-        self._last: Any = None
+        self.last: Any = None  # an event behind what was issued last, until the host has waited
 
     @contextmanager
     def behind_compute(self) -> Iterator[None]:
@@ -75,13 +76,13 @@ class CopyStream:
             try:
                 yield
             finally:
-                self._last = stream.record_event()
+                self.last = stream.record_event()
 
     def join(self) -> None:
         """Put the compute stream behind what was issued last."""
-        if self._last is not None:
+        if self.last is not None:
             assert self._module is not None
-            self._last.wait(self._module.current_stream(self._device))
+            self.last.wait(self._module.current_stream(self._device))
 
     def follow(self) -> None:
         """Put what is issued next behind the compute stream, which has used memory of copies."""
@@ -91,9 +92,32 @@ class CopyStream:
 
     def synchronize(self) -> None:
         """Hold up the host until all that was issued is done."""
-        if self._last is not None:
-            self._last.synchronize()
-            self._last = None
+        if self.last is not None:
+            self.last.synchronize()
+            self.last = None
+
+
+@dataclass(frozen=True)
+class CopiesUnderWay:
+    """Copies between host and device, for any thread to wait for."""
+
+    device: torch.device
+    events: Sequence[Any]
+
+    def are_done(self) -> bool:
+        """Return True if they are."""
+        self._choose_device()
+        return all(event.query() for event in self.events)
+
+    def wait(self) -> None:
+        """Hold up this thread until they are done."""
+        self._choose_device()
+        for event in self.events:
+            event.synchronize()
+
+    def _choose_device(self) -> None:
+        """Keep a thread that is new from making a context on the first device."""
+        torch.get_device_module(self.device).set_device(self.device)
 
 
 class EarlyStream:

@@ -39,7 +39,7 @@ from fullshard.torch.unit.packing import Unpacking
 from fullshard.torch.unit.plan import Plan, own_value
 from fullshard.torch.unit.shards import Shards
 from fullshard.torch.unit.sites import Holder, Holders, ParamSites
-from fullshard.torch.unit.streams import EarlyStream
+from fullshard.torch.unit.streams import CopiesUnderWay, EarlyStream
 
 _OWNER = "_fullshard_owner"
 _version = attrgetter("_version")
@@ -399,6 +399,11 @@ class Unit:
         """Hold up the host until it may read gradients and write shards that rest there."""
         self.full.synchronize()
         self.gradients.synchronize()
+
+    def copies_under_way(self) -> CopiesUnderWay:
+        """Return the copies that `synchronize` waits for; any thread may wait for these."""
+        last = self.full.last_fetch, self.gradients.last_copy
+        return CopiesUnderWay(self.device, [event for event in last if event is not None])
 
     def settle(self) -> None:
         """Do as `synchronize` at the end of a step; not where a step put off will do so."""

@@ -297,6 +297,11 @@ def told(row):
     )
 
 
+def is_planned(case):
+    """False if a planner cannot be told: a second forward, or what adapters drop."""
+    return case["loss"] != "policy" and len(case["adapters"].split()) == 2
+
+
 def as_published(row, gpu):
     """The row in the columns of ``benchmarks/data``."""
     case = Case(**row["case"])
@@ -330,8 +335,12 @@ def notes(case):
     """Yield what else a row says, in the words that `plan_rows` reads."""
     yield {"": "eager", "model": "compiled"}.get(case.compiled, f"compiled {case.compiled}")
     hf = "compiled loss" if case.compiled == "model" else "freed loss"
-    named = {"hf": hf, "kept wide": "plain loss", "policy": "native loss"}
-    yield "liger loss; liger" if case.liger else named.get(case.loss, f"{case.loss} loss")
+    named = {"hf": hf, "kept wide": "kept loss"}
+    yield (
+        "fused-linear loss; liger kernels"
+        if case.liger
+        else named.get(case.loss, f"{case.loss} loss")
+    )
     # Of the kernels for grouped heads only PyTorch's own computes in float32.
     usual = "math" if case.precision == "fp32" else "cuDNN"
     kernel = case.attention.replace("sdpa", usual if case.attention == "sdpa" else "").strip()
@@ -340,11 +349,9 @@ def notes(case):
     yield f"{case.optimizer} optimizer"
     yield f"{case.loop} loop"
     if case.lora:
-        targets, width, *dropped = case.adapters.split()
+        targets, width = case.adapters.split()
         where = {"all": "", "qv": " q,v"}[targets]
         yield f"LoRA {case.lora}{where}; adapters {'in float32' if width == 'wide' else 'in bf16'}"
-        if dropped:
-            yield f"adapters' dropout {dropped[0]}"
     if case.accumulate > 1:
         yield f"accumulate {case.accumulate}"
     if case.cache:
@@ -379,8 +386,9 @@ class Written:
         whole = {**self.about, "rows": self.rows, "kernels": self.kernels}
         if self.given.out is not None:
             self.given.out.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
-        if self.given.csv is not None and self.rows:
-            lines = [as_published(row, self.about["gpu"]) for row in self.rows]
+        rows = [each for each in self.rows if is_planned(each["case"])]
+        if self.given.csv is not None and rows:
+            lines = [as_published(row, self.about["gpu"]) for row in rows]
             with self.given.csv.open("w", newline="", encoding="utf-8") as file:
                 writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
                 writer.writeheader()

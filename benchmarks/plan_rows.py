@@ -234,7 +234,7 @@ def _lora(told: str) -> dict[str, object]:
     return {
         "lora_rank": int(_number(r"lora\D{0,6}(\d+)", told, 16)),
         "lora_on": Adapted.QUERY_VALUE if re.search(r"\bq,v\b(?!,)", told) else on,
-        "lora_dtype": "bfloat16" if "adapters in bf16" in told else None,
+        "lora_dtype": "bfloat16" if "adapters in bf16" in told else "float32",
     }
 
 

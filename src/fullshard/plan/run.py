@@ -115,7 +115,7 @@ class Run:
     ``recompute_every`` n recomputes each n-th block, ``recompute_blocks`` only so many; with
     ``recompute_stops`` it ends where the last tensor that backward needs is there again (PyTorch
     2.1 and newer). ``lora_rank`` 0 trains all parameters; adapters are
-    ``lora_on`` matrices, in ``lora_dtype`` (None: float32, as PEFT makes them since 0.12).
+    ``lora_on`` matrices, in ``lora_dtype`` (float32 is what PEFT makes since 0.12).
     ``fused_norms`` are one kernel each, and with ``fused_parts`` so are rotations and gates, too.
     ``tensor_parallel`` devices share each layer, and with ``cut_embedding`` the table of tokens,
     which each has whole otherwise. Experts are dealt out over ``expert_parallel``
@@ -158,7 +158,7 @@ class Run:
     optimizer_kernels: OptimizerKernels | None = None
     lora_rank: int = 0
     lora_on: Adapted = Adapted.ALL
-    lora_dtype: str | None = None
+    lora_dtype: str = "float32"
     compiled: bool = False
     loss: Loss = Loss.PLAIN
     attention: AttentionKernel = AttentionKernel.FLASH
@@ -202,8 +202,7 @@ class Run:
             raise ConfigurationError(
                 f"optimizer {self.optimizer!r} is not known: {', '.join(OPTIMIZERS)}"
             )
-        dtypes = self.param_dtype, self.autocast, self.precision.compute, self.gather_dtype
-        for dtype in (*dtypes, self.lora_dtype):
+        for dtype in (self.param_dtype, self.autocast, self.precision.compute, self.gather_dtype):
             if dtype is not None:
                 item_bytes(dtype)
 
@@ -220,14 +219,9 @@ class Run:
         return self.autocast or self.precision.full_dtype(self.param_dtype)
 
     @property
-    def adapter_dtype(self) -> str:
-        """The dtype in which adapters rest."""
-        return self.lora_dtype or "float32"
-
-    @property
     def wide_adapters(self) -> bool:
         """True if adapters are float32 beside activations of 16 bits."""
-        return self.adapter_dtype == "float32" and self.full_item < 4 and not self.precision.compute
+        return self.lora_dtype == "float32" and self.full_item < 4 and not self.precision.compute
 
     @property
     def product_dtype(self) -> str:

@@ -73,7 +73,7 @@ def _run_data(run: Run) -> dict[str, Any]:
         "reduce_dtype": run.precision.grad_dtype(run.param_dtype),
         "lora": run.lora_rank,
         "lora_on": run.lora_on.value if run.lora_rank else None,
-        "lora_dtype": run.adapter_dtype if run.lora_rank else None,
+        "lora_dtype": run.lora_dtype if run.lora_rank else None,
         "experts": None if run.experts is None else run.experts.value,
         "optimizer_kernels": run.optimizer_kernels and run.optimizer_kernels.value,
     }

@@ -31,8 +31,8 @@ def _adapted(spec: ModelSpec, run: Run, names: Naming) -> Iterator[ParamSpec]:
         matrix = len(param.shape) == 2 and not path.endswith("bias")
         if adapted and matrix and path.startswith(names.blocks + "."):
             out, into = param.shape
-            yield ParamSpec(f"{path}.lora_A.weight", (run.lora_rank, into), run.adapter_dtype)
-            yield ParamSpec(f"{path}.lora_B.weight", (out, run.lora_rank), run.adapter_dtype)
+            yield ParamSpec(f"{path}.lora_A.weight", (run.lora_rank, into), run.lora_dtype)
+            yield ParamSpec(f"{path}.lora_B.weight", (out, run.lora_rank), run.lora_dtype)
 
 
 def adapters(price: Pricer, run: Run, *matrices: tuple[int, int]) -> list[Operation]:

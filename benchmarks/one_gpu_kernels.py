@@ -41,9 +41,9 @@ BACKENDS = {
 }
 
 
-def all_kernels(device):
-    """Rows, the most telling kind first."""
-    for kind in (host, attention, products, elementwise, losses, optimizers, copies):
+def all_kernels(device, kinds):
+    """Rows of ``kinds``."""
+    for kind in kinds:
         for name, seconds, figures in guarded(kind, device):
             yield {"kind": kind.__name__, "name": name, "s": seconds, **figures}
         gc.collect()
@@ -327,9 +327,18 @@ def optimizers(device, tiny):
         for way in ("fused", "foreach", "loop"):
             yield f"AdamW {way} {dtype}", partial(stepped, device, count, width, dtype, way)
     yield "clip", partial(clipped, device, count, width)
-    cpu = torch.device("cpu")
-    for way in ("fused", "foreach", "loop"):
-        yield f"AdamW on the host {way}", partial(stepped, cpu, 25, width, torch.float32, way)
+    yield from host_optimizers(device, tiny)
+
+
+def host_optimizers(device, tiny):
+    """The same over 1e8 parameters in the host's memory."""
+    count, width, cpu = 2 if tiny else 25, 16 if tiny else 2048, torch.device("cpu")
+    for dtype in (torch.float32, HALF):
+        for way in ("fused", "foreach", "loop"):
+            yield (
+                f"AdamW on the host {way} {dtype}",
+                partial(stepped, cpu, count, width, dtype, way),
+            )
 
 
 def filled(device, count, width, dtype):
@@ -373,3 +382,7 @@ def copied(device, numel, pinned, way):
     target, source = (near, far) if "device" in way else (far, near)
     spent = timed(lambda: target.copy_(source, non_blocking=True), device, 0.3)
     return spent, {"gb_s": numel * 4 / spent / 1e9}
+
+
+KINDS = (host, attention, products, elementwise, losses, optimizers, copies)
+"""All kinds of rows, the most telling first."""

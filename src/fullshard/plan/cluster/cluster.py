@@ -62,7 +62,7 @@ class Device:
     with it torchtitan's 13 rows of benchmarks/data are told 4% too high on average and at most 4%
     too low, since a run that does not fit costs more than one that is not tried; ``slack_bytes``
     come on top. A link between hosts that nobody tells may have ``slow_between`` of the usual
-    bandwidth.
+    bandwidth. With ``own_host`` devices do not share a host's memory, as each Hopper has a Grace.
     """
 
     key: str
@@ -90,6 +90,7 @@ class Device:
     slack: float = 0.08
     slack_bytes: int = 0
     slow_between: float = 0.5
+    own_host: bool = False
 
     def attention_flops(self, kernel: str, dtype: str, length: int) -> float:
         """FLOP/s of the attention ``kernel`` over forward and backward at ``length`` tokens."""

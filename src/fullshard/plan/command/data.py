@@ -57,7 +57,7 @@ _SAME = (
     *("replicas", "micro_batch", "accumulate", "sequence", "sync_each", "offload_activations"),
     *("use_cache", "param_dtype", "compute_dtype", "optimizer", "expert_parallel", "imbalance"),
     *("overhead_s", "compiled", "tensor_parallel", "cut_embedding", "kept_router_loss", "tf32"),
-    "expandable_segments",
+    *("expandable_segments", "fused_parts"),
 )
 _BY_VALUE = ("wrap", "recompute", "loss", "attention", "engine")
 
@@ -72,6 +72,8 @@ def _run_data(run: Run) -> dict[str, Any]:
         "prefetch": [run.prefetch.forward, run.prefetch.backward],
         "reduce_dtype": run.precision.grad_dtype(run.param_dtype),
         "lora": run.lora_rank,
+        "lora_on": run.lora_on.value if run.lora_rank else None,
+        "lora_dtype": run.lora_dtype if run.lora_rank else None,
         "experts": None if run.experts is None else run.experts.value,
         "optimizer_kernels": run.optimizer_kernels and run.optimizer_kernels.value,
     }

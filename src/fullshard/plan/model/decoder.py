@@ -6,10 +6,18 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from fullshard.core.spec import ModelSpec, ParamSpec
+from fullshard.plan.model.adapters import adapters, with_adapters
 from fullshard.plan.model.operations import Kind, ModelCall, Operation, Workload
-from fullshard.plan.model.shape import Experts, HeadNorm, Norm, Shape, block_specs, norm_specs
+from fullshard.plan.model.shape import (
+    Experts,
+    HeadNorm,
+    Norm,
+    Shape,
+    block_specs,
+    norm_specs,
+)
 from fullshard.plan.model.work import Pricer
-from fullshard.plan.run import ONE_BY_ONE, ExpertKernel, Run, Wrap
+from fullshard.plan.run import ONE_BY_ONE, Adapted, ExpertKernel, Run, Wrap
 
 # Of what memory reaches: 196,608 rows of 2,048 in bfloat16 on a B200 take 1.85 ms through PyTorch's
 # indexing_backward_kernel (pytorch/ao pull request 4623), which is 0.87 TB/s of 7.7.
@@ -63,7 +71,12 @@ class Decoder:
         """
         shape = self.shape.cut(run.tensor_parallel).dealt_out(run.expert_parallel)
         rows = _table_rows(self.shape, run), _positions(shape, run)
-        return _spec(shape, run.param_dtype, run.lora_rank, *rows)
+        spec = _spec(shape, run.param_dtype, *rows)
+        return (
+            ModelSpec(tuple(with_adapters(spec.params, run, shape.naming)))
+            if run.lora_rank
+            else spec
+        )
 
     def calls(self, run: Run) -> tuple[ModelCall, ...]:
         """Embedding, layers, head and loss."""
@@ -92,7 +105,7 @@ def _positions(shape: Shape, run: Run) -> int:
 
 
 @lru_cache(maxsize=64)
-def _spec(shape: Shape, dtype: str, lora_rank: int, rows: int, positions: int) -> ModelSpec:
+def _spec(shape: Shape, dtype: str, rows: int, positions: int) -> ModelSpec:
     names = shape.naming
     head = f"{names.head}.weight"
     tied = (head,) if shape.tied else ()
@@ -104,23 +117,7 @@ def _spec(shape: Shape, dtype: str, lora_rank: int, rows: int, positions: int) -
     params += norm_specs(names.final_norm, shape.width, shape.norm, dtype)
     if not shape.tied:
         params.append(ParamSpec(head, (shape.vocab, shape.width), dtype))
-    return ModelSpec(tuple(with_lora(params, lora_rank, names.blocks)))
-
-
-def with_lora(params: list[ParamSpec], rank: int, below: str) -> list[ParamSpec]:
-    """``params`` frozen, with two trained matrices of ``rank`` beside each matrix in the blocks."""
-    if not rank:
-        return params
-    adapted = []
-    for param in params:
-        adapted.append(replace(param, trainable=False))
-        matrix = len(param.shape) == 2 and not param.name.endswith("bias")
-        if matrix and param.name.startswith(below + "."):
-            path = param.name.removesuffix(".weight")
-            out, into = param.shape
-            adapted.append(ParamSpec(f"{path}.lora_A.weight", (rank, into), param.dtype))
-            adapted.append(ParamSpec(f"{path}.lora_B.weight", (out, rank), param.dtype))
-    return adapted
+    return ModelSpec(tuple(params))
 
 
 def _multiplied(shape: Shape) -> int:
@@ -198,7 +195,7 @@ def _joined(pieces: tuple[tuple[str, tuple[Operation, ...]], ...]) -> tuple[Oper
 
 
 def _look_up(rows: int, width: int, price: Pricer) -> Operation:
-    looked_up = price.pointwise("embedding", width, width, saved=width)
+    looked_up = price.pointwise("embedding", width, width, saved=0 if price.norms_copy else width)
     # Its gradient is a sum into the rows of the table, most of which stay zero.
     table = float(4 * rows * width) if price.trained else 0.0
     backward = Workload(bytes=looked_up.forward.bytes + table, kernels=2)
@@ -215,7 +212,10 @@ def _block(
     norm = apart.norm("norm", width, gathered=degree)
     yield "", (norm,)
     attention = _from_latent(shape, price) if shape.latent else _projections(shape, price)
-    attention += _adapters(price, run, width, query + 2 * kv)
+    looked = [query + 2 * kv] if names.joint else [query, kv, kv]
+    if run.lora_on is Adapted.QUERY_VALUE:
+        looked = looked[::2]
+    attention += adapters(price, run, *((width, out) for out in looked))
     if shape.bias or shape.qkv_bias:
         attention.append(_bias(price, query + 2 * kv))
     if names.joint:  # gradients of the three are put side by side
@@ -226,7 +226,9 @@ def _block(
     elif shape.rotary:
         attention.append(price.rotary(query + kv))
     if shape.query_key_norm is not HeadNorm.NONE:
-        attention.append(price.norm("query and key norm", query + kv))
+        turned = shape.rotary or shape.latent is not None  # which reads no output of norms again
+        norm_of = price.norm("query and key norm", query + kv, gathered=0 if turned else 1)
+        attention.append(norm_of)
     head = shape.head_width
     if shape.latent:  # its values are narrower than its keys
         head = (head + shape.latent.value) // 2
@@ -239,10 +241,15 @@ def _block(
     attention.append(price.matmul("attention out", shape.out_width, width))
     if shape.bias or shape.out_bias:
         attention.append(_bias(price, width))
-    attention += _adapters(price, run, query, width)
+    if run.lora_on is not Adapted.QUERY_VALUE:
+        attention += adapters(price, run, (query, width))
     yield names.attention, (*attention, *wire, *dropped)
     own_norm = (norm,) if names.after_attention else ()  # keeps its input, not its output
-    add = apart.pointwise("add", 2 * width, width, saved=width, backward=(3.0 * width, 1))
+    kept = 0 if apart.norms_copy else width
+    add = apart.pointwise("add", 2 * width, width, saved=kept, backward=(3.0 * width, 1))
+    if run.lora_on is not Adapted.ALL:  # nothing reads for adapters in what follows
+        price = replace(price, keeps_inputs=price.trained)
+        norm = replace(apart, keeps_inputs=price.trained).norm("norm", width, gathered=degree)
     yield "", (*own_norm, add, norm)
     if experts is not None and run.expert_parallel > 1:
         before, own, after = _at_experts(shape, experts, price, run)
@@ -417,12 +424,14 @@ def _dense(shape: Shape, hidden: int, price: Pricer, run: Run) -> list[Operation
         made.append(
             price.matmul(f"feed-forward {name}", shape.width, hidden, saved=hidden, normed=True)
         )
-        made += _adapters(price, run, shape.width, hidden)
+        if run.lora_on is Adapted.ALL:
+            made += adapters(price, run, (shape.width, hidden))
     made.append(_activation(shape, hidden, price))
     made.append(price.matmul("feed-forward down", hidden, shape.width))
     if shape.bias:
         made.append(_bias(price, hidden + shape.width))
-    made += _adapters(price, run, hidden, shape.width)
+    if run.lora_on is Adapted.ALL:
+        made += adapters(price, run, (hidden, shape.width))
     return made
 
 
@@ -432,6 +441,7 @@ def _bias(price: Pricer, width: int) -> Operation:
 
 
 def _activation(shape: Shape, hidden: int, price: Pricer) -> Operation:
+    out = int(price.keeps_inputs)
     if not shape.gated:
         parts = 0 if price.fused else shape.gelu_parts
         moved, launched = (1 + 2 * parts) * hidden, 1 + 2 * parts
@@ -439,29 +449,18 @@ def _activation(shape: Shape, hidden: int, price: Pricer) -> Operation:
             "activation",
             moved,
             moved,
-            saved=(1 + parts * max(price.wide_item, price.item) / price.item) * hidden,
+            saved=(out + parts * max(price.wide_item, price.item) / price.item) * hidden,
             kernels=launched,
             backward=(3.0 * moved, launched),
         )
-    if price.fused:
+    if price.fused_parts:
         return price.pointwise(
-            "activation", 2 * hidden, hidden, saved=hidden, backward=(5.0 * hidden, 1)
+            "activation", 2 * hidden, hidden, saved=out * hidden, backward=(5.0 * hidden, 1)
         )
+    backward, kept = (9 * hidden, 3), (1 + out) * hidden
     return price.pointwise(
-        "activation", 3 * hidden, 2 * hidden, saved=2 * hidden, kernels=2, backward=(9 * hidden, 3)
+        "activation", 3 * hidden, 2 * hidden, saved=kept, kernels=2, backward=backward
     )
-
-
-def _adapters(price: Pricer, run: Run, into: int, out: int) -> list[Operation]:
-    """LoRA's two small products, and adding them."""
-    rank = run.lora_rank
-    if not rank:
-        return []
-    return [
-        price.matmul("adapter down", into, rank, saved=rank, trained=True),
-        price.matmul("adapter up", rank, out, trained=True),
-        price.pointwise("add", 2 * out, out, backward=(float(out), 1)),
-    ]
 
 
 def _exchange(name: str, price: Pricer, rows: float, *, kept: bool = False) -> Operation:

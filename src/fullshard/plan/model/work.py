@@ -14,6 +14,8 @@ _SCORE_BYTES = {AttentionKernel.MATH: (77.0, 36.0), AttentionKernel.EAGER: (32.0
 # Windows leave out no work of these.
 _WHOLE = (*_SCORE_BYTES, AttentionKernel.MASKED, AttentionKernel.EFFICIENT)
 _PIECE_TOKENS = 2048  # of a chunked loss
+# Each piece reads all weights twice and adds to their gradient: what of it products do not hide.
+_PIECE_READS = 2.0
 _KEEPING = (Loss.PLAIN, Loss.KEPT, Loss.NATIVE)  # whose callers have the logits
 
 
@@ -22,18 +24,21 @@ class Pricer:
     """Prices operations on ``tokens`` tokens in samples of ``length``.
 
     ``item`` is the bytes of an activation's element, ``trained`` is false if the weights of matrix
-    products get no gradients. With ``fused`` neighbouring element-wise operations are one kernel,
-    as a compiler makes them: each reads its inputs and writes its outputs once. With ``casts`` the
-    residual stream and the weights are float32, and autocast keeps a copy in its own dtype of each
-    weight and, for each product apart, of what norms give it. ``wide_item`` is the bytes of an
-    element of what autocast computes in float32, such as powers.
+    products get no gradients; what these read is kept with ``keeps_inputs`` alone. With ``fused``
+    neighbouring element-wise operations are one kernel, as a compiler makes them: each reads its
+    inputs and writes its outputs once; with ``fused_parts`` rotations and gates are, as Liger's
+    kernels have them. With ``casts`` the residual stream and the weights are float32, and autocast
+    keeps a copy in its own dtype of each weight and, for each product apart, of what norms give it.
+    ``wide_item`` is the bytes of an element of what autocast computes in float32, such as powers.
     """
 
     tokens: int
     length: int
     item: int
     trained: bool = True
+    keeps_inputs: bool = True
     fused: bool = False
+    fused_parts: bool = False
     fused_norms: bool = True
     kernel: AttentionKernel = AttentionKernel.FLASH
     casts: bool = False
@@ -49,8 +54,10 @@ class Pricer:
             length,
             item_bytes(run.compute_dtype),
             run.lora_rank == 0,
+            run.lora_rank == 0 or not run.wide_adapters,
             run.compiled,
-            run.compiled or run.fused_norms,
+            run.compiled or run.fused_parts,
+            run.compiled or run.fused_parts or run.fused_norms,
             run.attention,
             run.autocast is not None and item_bytes(run.autocast) < run.full_item,
             4 if run.autocast is not None and not run.compiled else item_bytes(run.compute_dtype),
@@ -120,6 +127,8 @@ class Pricer:
         features = (2 * heads + 2 * kv_heads) * head_width
         moved = float(self.item * self.tokens * features)
         kept = self.tokens * (self.item * heads * head_width + 4 * heads)
+        if self.kernel in _WHOLE:  # they want as many heads of keys and values as of queries
+            kept += self.item * self.tokens * 2 * (heads - kv_heads) * head_width
         shape, moved_back = (seen, heads, head_width), 2.0 * moved
         scores = self.tokens * heads * self.length
         in_memory = self.kernel in _SCORE_BYTES
@@ -173,21 +182,27 @@ class Pricer:
         Its output is kept by the products that read it, unless they cast it: that of all
         ``gathered`` devices among which tokens are cut, where these share the products.
         """
-        kept = float(width * gathered) if not self.casts else 0.0
+        kept = float(width * gathered) if self.keeps_inputs and not self.casts else 0.0
         if self.layer_norms:  # PyTorch's own is one kernel, and keeps its input as eager models do
             kept += 0 if self.fused_norms else width
         elif not self.fused_norms:
             wide = self.pointwise(
                 name, 10.0 * width, 8.0 * width, kernels=6, backward=(45.0 * width, 14)
             )
-            copy, out = 4 * (self.item < 4), self.item * gathered * (not self.casts)
-            product = 4 if self.wide_norms else self.item
-            return replace(wide, saved_bytes=self.tokens * width * (copy + product + out))
+            # Weights that learn keep what they multiply.
+            product = (4 if self.wide_norms else self.item) * self.trained
+            saved = (4 * self.norms_copy + product) * width + self.item * kept
+            return replace(wide, saved_bytes=int(self.tokens * saved))
         return self.pointwise(name, width, width, saved=kept, backward=(5.0 * width, 2))
+
+    @property
+    def norms_copy(self) -> bool:
+        """True if norms keep a float32 copy in place of what they read."""
+        return self.item < 4 and not (self.layer_norms or self.fused_norms)
 
     def rotary(self, width: int) -> Operation:
         """Turns ``width`` features of queries and keys; in float32 unless fused."""
-        if self.fused:
+        if self.fused_parts:
             return self.pointwise("rotary", width, width, saved=width, backward=(2.0 * width, 1))
         return self.pointwise(
             "rotary", 4.0 * width, 4.0 * width, saved=width, kernels=6, backward=(8.0 * width, 6)
@@ -205,19 +220,20 @@ class Pricer:
         for callers that keep logits; over others DTensor's loss makes three such temporaries.
         COMPILED has 16 bits of logits and of their gradient, FUSED writes
         the gradient in place of the logits, FUSED_FLOAT32 in place of a float32 copy of their
-        shifted float32 copy, CHUNKED holds the logits of 2,048 tokens at a time.
+        shifted float32 copy, CHUNKED holds the logits of 2,048 tokens at a time, FUSED_LINEAR those
+        that take as much as its input does, whose gradient its forward makes and keeps.
         """
         project = self.matmul("head", width, vocab, trained=trained, normed=True)
         logits = self.item * self.tokens * vocab
         whole = degree > 1 and loss in _KEEPING
         arrived = vocab * degree if whole else vocab
-        work, kept, scratch, back = self._loss(loss, arrived, degree > 1 and not whole)
+        work, kept, scratch, back = self._loss(loss, width, arrived, degree > 1 and not whole)
         sent = Workload(bytes=float(logits * (degree - 1)))
         gathered = Operation("logits", Kind.WIRE, sent, Workload(), cheap=False, logits=True)
         return (
             replace(
                 project,
-                output_bytes=logits if loss is not Loss.CHUNKED else 0,
+                output_bytes=0 if loss in (Loss.CHUNKED, Loss.FUSED_LINEAR) else logits,
                 backward_scratch_bytes=0,
                 logits=True,
             ),
@@ -241,7 +257,7 @@ class Pricer:
         return self.tokens * vocab * (kept + (item if kept and self.fused else 0))
 
     def _loss(
-        self, loss: Loss, vocab: int, cut: bool
+        self, loss: Loss, width: int, vocab: int, cut: bool
     ) -> tuple[tuple[Workload, Workload], int, int, int]:
         """The work of a loss in both directions, and bytes: kept, of forward, of backward."""
         item, tokens = self.item, self.tokens
@@ -275,6 +291,13 @@ class Pricer:
             work = Workload(bytes=5.0 * wide, kernels=3), Workload(bytes=4.0 * wide, kernels=3)
             return work, wide, wide - logits, wide  # 16-bit logits go when these are made
         piece = min(tokens, _PIECE_TOKENS)
+        if loss is Loss.FUSED_LINEAR:
+            # As many pieces as logits are larger than what they are of; each reads all weights.
+            piece = 1 << (-(-tokens * width // vocab) - 1).bit_length()
+            pieces = -(-tokens // piece)
+            moved = 3.0 * logits + _PIECE_READS * pieces * item * width * vocab
+            work = Workload(bytes=moved, kernels=6 * pieces), Workload()
+            return work, item * tokens * width, piece * vocab * item, 0
         launched = -(-tokens // piece) * 6
         # Each piece as a plain loss, made again in backward.
         once = float(logits + 5 * wide)

@@ -51,9 +51,11 @@ _COSTS = {
     Engine.FSDP2: _EngineCosts(4, 260e-6, 755e-6),
     Engine.OTHER: _EngineCosts(4, 260e-6, 91e-6, 1.5e-3, 0.5),
 }
-# By a kernel for each of its operations AdamW moves three times the bytes of a fused one. On a host
-# with 16 cores a fused one moves 160 GB/s.
+# By a kernel for each of its operations AdamW moves three times the bytes of a fused one, and on a
+# host takes longer yet, by bytes of an element (benchmarks/data/measured). There, with 16 cores, a
+# fused one moves 160 GB/s.
 _SINGLE_KERNELS = 2.9
+_SINGLE_ON_HOST = {2: 6.6, 4: 4.8}
 _HOST_BANDWIDTH = 160e9
 # FSDP1 asks for frozen and trained parameters apart, so that PEFT makes a unit of each adapter: two
 # for each of a block's queries, keys, values and outputs. A call of a unit costs the host a
@@ -421,7 +423,7 @@ def _optimizer_s(
     shard = sum(unit.layout.grad_shard_bytes for unit in script.units) / item
     update = float(item * (3 + 2 * OPTIMIZERS[run.optimizer]))
     if kernels not in (None, OptimizerKernels.FUSED) and OPTIMIZERS[run.optimizer]:
-        update *= _SINGLE_KERNELS
+        update *= _SINGLE_ON_HOST.get(item, 4.8) if run.offload.to_host else _SINGLE_KERNELS
     launched = 0.0
     if kernels is OptimizerKernels.LOOP:
         launched = _COSTS[run.engine].loop_s * sum(
@@ -429,5 +431,6 @@ def _optimizer_s(
         )
     memory = cluster.device.bandwidth * constants.memory_share
     if run.offload.to_host:
-        memory = _HOST_BANDWIDTH / min(cluster.per_host, cluster.devices)
+        sharing = 1 if cluster.device.own_host else min(cluster.per_host, cluster.devices)
+        memory = _HOST_BANDWIDTH / sharing
     return max(launched, shard * (update + 2 * item) / memory)

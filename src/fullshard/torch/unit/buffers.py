@@ -232,22 +232,30 @@ class Division:
 
     def __init__(self, *, one_pass: bool):
         self._one_pass = one_pass
-        self._divisors: dict[tuple[float, torch.dtype], torch.Tensor] = {}
+        # To make a tensor of a number takes longer than to divide by it.
+        self._divisors: dict[tuple[float, torch.dtype, bool], torch.Tensor] = {}
 
     def __call__(self, to: torch.Tensor, flat: torch.Tensor, divisor: float) -> None:
         """Write ``flat / divisor`` to ``to``, which may be ``flat``."""
-        widens = to.dtype != flat.dtype and torch.promote_types(to.dtype, flat.dtype) == to.dtype
-        if divisor != 1 and widens and self._one_pass:
-            torch.div(flat, self._as_tensor(divisor, to), out=to)
-            return
         if to is not flat:
+            widens = (
+                to.dtype != flat.dtype and torch.promote_types(to.dtype, flat.dtype) == to.dtype
+            )
+            if divisor != 1 and widens and self._one_pass:
+                torch.div(flat, self._as_tensor(divisor, to, scalar=False), out=to)
+                return
             to.copy_(flat)
         if divisor != 1:
-            to.div_(divisor)
+            to.div_(self._as_tensor(divisor, to, scalar=True))
 
-    def _as_tensor(self, divisor: float, to: torch.Tensor) -> torch.Tensor:
-        # With a dimension: only then torch divides in its dtype.
-        key = divisor, to.dtype
-        if key not in self._divisors:
-            self._divisors[key] = torch.full((1,), divisor, dtype=to.dtype, device=to.device)
-        return self._divisors[key]
+    def _as_tensor(self, divisor: float, to: torch.Tensor, *, scalar: bool) -> torch.Tensor:
+        key = divisor, to.dtype, scalar
+        made = self._divisors.get(key)
+        if made is None:
+            # As a scalar it is on the host, in the dtype that kernels compute in. With a dimension
+            # it is on the device: only then torch divides in its dtype.
+            wide = torch.promote_types(to.dtype.to_real(), torch.float32)
+            size, dtype, device = ((), wide, "cpu") if scalar else ((1,), to.dtype, to.device)
+            made = torch.full(size, divisor, dtype=dtype, device=device)
+            self._divisors[key] = made
+        return made

@@ -147,6 +147,7 @@ class FlatBuffer:
         else:
             self._memory = torch.empty(numel, dtype=dtype, device=device, pin_memory=pin)
         self._storage = self._memory.untyped_storage()
+        self.allocated: bool = True  # the storage has its memory, if it takes any
         self._wants_huge_pages = self.bytes >= _LARGE_BYTES and device.type == "cpu"
         if self._wants_huge_pages:
             _ask_for_huge_pages(self._storage.data_ptr(), self.bytes)
@@ -178,29 +179,25 @@ class FlatBuffer:
         """Fill the memory with zeros, what lies between the tensors too."""
         self._memory.zero_()
 
-    @property
-    def allocated(self) -> bool:
-        """True while the storage has its memory."""
-        return self._storage.nbytes() > 0
-
     def allocate(self) -> None:
         """Get the memory; its content is undefined."""
-        storage = self._storage
-        if storage.nbytes() == self.bytes:
+        if self.allocated:
             return
+        storage = self._storage
         if MemorySource.is_set:
             with MemorySource.taking(storage.device, anew=False):
                 storage.resize_(self.bytes)
         else:
             storage.resize_(self.bytes)
+        self.allocated = True
         if self._wants_huge_pages:
             _ask_for_huge_pages(storage.data_ptr(), self.bytes)
 
     def release(self) -> None:
         """Give the memory back; views stay, and must not be touched until it is allocated again."""
-        storage = self._storage
-        if storage.nbytes():
-            storage.resize_(0)
+        if self.allocated and self.bytes:
+            self.allocated = False
+            self._storage.resize_(0)
 
     @torch.no_grad()
     def take_memory_anew(self) -> None:

@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -230,7 +230,7 @@ class Division:
     def __init__(self, *, one_pass: bool):
         self._one_pass = one_pass
         # To make a tensor of a number takes longer than to divide by it.
-        self._divisors: dict[tuple[float, torch.dtype, bool], torch.Tensor] = {}
+        self._scalar, self._vector = cache(_scalar), cache(_vector)
 
     def __call__(self, to: torch.Tensor, flat: torch.Tensor, divisor: float) -> None:
         """Write ``flat / divisor`` to ``to``, which may be ``flat``."""
@@ -239,20 +239,19 @@ class Division:
                 to.dtype != flat.dtype and torch.promote_types(to.dtype, flat.dtype) == to.dtype
             )
             if divisor != 1 and widens and self._one_pass:
-                torch.div(flat, self._as_tensor(divisor, to, scalar=False), out=to)
+                torch.div(flat, self._vector(divisor, to.dtype, to.device), out=to)
                 return
             to.copy_(flat)
         if divisor != 1:
-            to.div_(self._as_tensor(divisor, to, scalar=True))
+            to.div_(self._scalar(divisor, to.dtype))
 
-    def _as_tensor(self, divisor: float, to: torch.Tensor, *, scalar: bool) -> torch.Tensor:
-        key = divisor, to.dtype, scalar
-        made = self._divisors.get(key)
-        if made is None:
-            # As a scalar it is on the host, in the dtype that kernels compute in. With a dimension
-            # it is on the device: only then torch divides in its dtype.
-            wide = torch.promote_types(to.dtype.to_real(), torch.float32)
-            size, dtype, device = ((), wide, "cpu") if scalar else ((1,), to.dtype, to.device)
-            made = torch.full(size, divisor, dtype=dtype, device=device)
-            self._divisors[key] = made
-        return made
+
+def _scalar(divisor: float, dtype: torch.dtype) -> torch.Tensor:
+    """Return what a tensor of ``dtype`` is divided by, in the dtype in which that is computed."""
+    wide = torch.promote_types(dtype.to_real(), torch.float32)
+    return torch.full((), divisor, dtype=wide, device="cpu")
+
+
+def _vector(divisor: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a divisor with a dimension: only then torch divides in its dtype."""
+    return torch.full((1,), divisor, dtype=dtype, device=device)

@@ -267,9 +267,11 @@ class Gradients:
         plan = self._plan
         _, after = self._divisors()
         resting = FlatBuffer(self._rest_sizes, plan.device) if self._is_cast else reduced
-        # As one tensor if that can be: what lies between slices, too, which nobody reads.
-        pairs = [each.by_dtype if self._rests_alike else each.flats for each in (resting, reduced)]
-        for to, flat in zip(*pairs, strict=True):
+        if self._rests_alike:  # by one call, over what lies between slices too, which nobody reads
+            pairs = zip(resting.by_dtype, reduced.by_dtype, strict=True)
+        else:
+            pairs = zip(resting.flats, reduced.flats, strict=True)
+        for to, flat in pairs:
             self._average(to, flat, after)
         return self._evict(resting) if self._moves else resting
 

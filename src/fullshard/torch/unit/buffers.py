@@ -235,9 +235,7 @@ class Division:
     def __call__(self, to: torch.Tensor, flat: torch.Tensor, divisor: float) -> None:
         """Write ``flat / divisor`` to ``to``, which may be ``flat``."""
         if to is not flat:
-            widens = (
-                to.dtype != flat.dtype and torch.promote_types(to.dtype, flat.dtype) == to.dtype
-            )
+            widens = torch.promote_types(to.dtype, flat.dtype) == to.dtype != flat.dtype
             if divisor != 1 and widens and self._one_pass:
                 torch.div(flat, self._vector(divisor, to.dtype, to.device), out=to)
                 return

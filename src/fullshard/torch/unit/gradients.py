@@ -264,9 +264,8 @@ class Gradients:
 
     def _to_rest(self, reduced: FlatBuffer) -> FlatBuffer:
         """Reduced gradients, averaged, in the dtype and on the device in which they rest."""
-        plan = self._plan
         _, after = self._divisors()
-        resting = FlatBuffer(self._rest_sizes, plan.device) if self._is_cast else reduced
+        resting = FlatBuffer(self._rest_sizes, self._plan.device) if self._is_cast else reduced
         if self._rests_alike:  # by one call, over what lies between slices too, which nobody reads
             pairs = zip(resting.by_dtype, reduced.by_dtype, strict=True)
         else:

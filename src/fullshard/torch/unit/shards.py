@@ -147,10 +147,8 @@ class Shards:
                     numels.append(place.span.numel)
                     params.append(param)
                     end = start + place.span.numel
-            if rest := segment.numel_of(self._ranks.gather.rank) - end:
-                numels.append(rest)
-                params.append(None)
-            found.append((numels, params))
+            rest = segment.numel_of(self._ranks.gather.rank) - end
+            found.append(([*numels, rest], [*params, None]) if rest else (numels, params))
         return found
 
     def _placed(self, each: ParamSites, place: Place, shape: tuple[int, ...]) -> Placed | None:

@@ -237,3 +237,21 @@ def test_bytes_held_before_and_after_a_reduce_begins(kind, monkeypatch):
             assert held == [vector, buffer, buffer + vector, buffer]
             continue
         assert held == [vector, vector + matrix, 2 * vector + matrix, 2 * (vector + matrix)]
+
+
+def test_a_graph_keeps_one_gradient_while_another_is_written_to():
+    """Those of a unit lie in one buffer, but each has a version of its own."""
+
+    def body(comm):
+        model = fully_shard(nn.Linear(4, 4), mesh=comm)
+        model(torch.ones(1, 4)).sum().backward()
+        kept, other = (param.grad.local for param in model.parameters())
+        factors = torch.ones(kept.numel(), requires_grad=True)
+        product = (factors * kept).sum()
+        other.mul_(2)
+        product.backward()
+        return factors.grad.tolist(), other.tolist()
+
+    for weight, bias in LocalWorld(2).run(body):
+        assert weight == [1.0] * 8
+        assert bias == [2.0] * 2

@@ -317,7 +317,9 @@ class StepMachine:
             self._pass_over_calls(after)
             return
         passed = [unit for unit in self._due_after(after) if not unit.begun]
-        for unit in sorted(passed, key=attrgetter("last_end"), reverse=True):
+        if len(passed) > 1:
+            passed.sort(key=attrgetter("last_end"), reverse=True)
+        for unit in passed:
             if unit.begun or not unit.phase.due:
                 continue
             self._begin(unit)

@@ -59,6 +59,7 @@ class Executor:
         self.fill_recorders: tuple[OpRecorder, ...] = ()  # those that note gradients, too
         self._recorded: frozenset[OpKind] = frozenset()
         self.evaluating: bool = False  # in a step without gradients
+        self.profiled: bool = False  # asked once for each forward of the root, and each backward
         self.is_last_backward = True  # False: reduces may still be under way when backward ends
         self.set_prefetch(prefetch)
 
@@ -124,6 +125,7 @@ class Executor:
 
     def go_on(self, *, training: bool) -> None:
         """Continue with the schedule for this kind of step; free first what another one holds."""
+        self.profiled = profiler_runs()
         scheduler = self._training if training else self._evaluation
         if scheduler is not self._active:
             self.finish_step()
@@ -173,7 +175,7 @@ class Executor:
     def do(self, event: Event) -> None:
         """Carry out the ops that follow ``event``."""
         ops = self._active.on(event)
-        if self._recorded or profiler_runs():
+        if self._recorded or self.profiled:
             self._do_in_sight(ops, event[1])
         else:
             for _, reference, act in ops:
@@ -201,7 +203,7 @@ class Executor:
 
     def _do_in_sight(self, ops: Sequence[_BoundOp], asked_by: int) -> None:
         """Carry out ops in sight of the profiler and of recorders."""
-        named = _NAMED if profiler_runs() else ()
+        named = _NAMED if self.profiled else ()
         for kind, reference, act in ops:
             unit = reference()
             if unit is None or (kind is OpKind.AWAIT_REDUCE and unit not in self._reducing):

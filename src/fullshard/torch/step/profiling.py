@@ -24,7 +24,7 @@ _HOLDS_UP = {  # the sums to which the host's time in an op counts
 _ALL, _TIMED = frozenset(OpKind), frozenset(map(OpKind, _HOLDS_UP))
 
 profiler_runs = torch._C._autograd._profiler_enabled
-"""True while a profiler runs. Ask this first: a mark costs more than the op it marks."""
+"""True while a profiler runs. Asked as a forward of the root or a backward begins."""
 
 
 class UnitMarks:

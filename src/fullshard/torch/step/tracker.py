@@ -27,7 +27,7 @@ from fullshard.torch.step.checkpoints import is_recomputation
 from fullshard.torch.step.executor import Executor
 from fullshard.torch.step.managed import ManagedUnit, managed_unit_of, managed_units
 from fullshard.torch.step.optional import OptionalUnits, optional_units, reachable
-from fullshard.torch.step.profiling import UnitMarks, profiler_runs
+from fullshard.torch.step.profiling import UnitMarks
 from fullshard.torch.step.structures import map_tensors, tensors_with_gradients
 from fullshard.torch.step.usage import settle_usage
 from fullshard.torch.unit.changes import check_initialised, follow_requires_grad, take_over
@@ -168,7 +168,7 @@ class Tracker:
         awaited = may_come and not again
         executor.do(self._machine.forward_begins(step, with_grad=awaited))
         unit.begin_forward()
-        if profiler_runs():
+        if executor.profiled:
             self._marks.begin("forward", unit)
         for recorder in executor.recorders:
             recorder.begins("forward", unit)
@@ -427,7 +427,7 @@ class Tracker:
                 if self._marks.open:
                     self._marks.end("backward", unit)
             elif moment is _BACKWARD_BEGIN:
-                if profiler_runs():
+                if executor.profiled:
                     self._marks.begin("backward", unit)
                 executor.do(event)
                 if managed.unshard_in_backward:

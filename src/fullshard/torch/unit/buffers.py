@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -147,6 +147,7 @@ class FlatBuffer:
         else:
             self._memory = torch.empty(numel, dtype=dtype, device=device, pin_memory=pin)
         self._storage = self._memory.untyped_storage()
+        self.allocated: bool = True  # the storage has its memory, if it takes any
         self._wants_huge_pages = self.bytes >= _LARGE_BYTES and device.type == "cpu"
         if self._wants_huge_pages:
             _ask_for_huge_pages(self._storage.data_ptr(), self.bytes)
@@ -178,29 +179,25 @@ class FlatBuffer:
         """Fill the memory with zeros, what lies between the tensors too."""
         self._memory.zero_()
 
-    @property
-    def allocated(self) -> bool:
-        """True while the storage has its memory."""
-        return self._storage.nbytes() > 0
-
     def allocate(self) -> None:
         """Get the memory; its content is undefined."""
-        storage = self._storage
-        if storage.nbytes() == self.bytes:
+        if self.allocated:
             return
+        storage = self._storage
         if MemorySource.is_set:
             with MemorySource.taking(storage.device, anew=False):
                 storage.resize_(self.bytes)
         else:
             storage.resize_(self.bytes)
+        self.allocated = True
         if self._wants_huge_pages:
             _ask_for_huge_pages(storage.data_ptr(), self.bytes)
 
     def release(self) -> None:
         """Give the memory back; views stay, and must not be touched until it is allocated again."""
-        storage = self._storage
-        if storage.nbytes():
-            storage.resize_(0)
+        if self.allocated and self.bytes:
+            self.allocated = False
+            self._storage.resize_(0)
 
     @torch.no_grad()
     def take_memory_anew(self) -> None:
@@ -232,22 +229,27 @@ class Division:
 
     def __init__(self, *, one_pass: bool):
         self._one_pass = one_pass
-        self._divisors: dict[tuple[float, torch.dtype], torch.Tensor] = {}
+        # To make a tensor of a number takes longer than to divide by it.
+        self._scalar, self._vector = cache(_scalar), cache(_vector)
 
     def __call__(self, to: torch.Tensor, flat: torch.Tensor, divisor: float) -> None:
         """Write ``flat / divisor`` to ``to``, which may be ``flat``."""
-        widens = to.dtype != flat.dtype and torch.promote_types(to.dtype, flat.dtype) == to.dtype
-        if divisor != 1 and widens and self._one_pass:
-            torch.div(flat, self._as_tensor(divisor, to), out=to)
-            return
         if to is not flat:
+            widens = torch.promote_types(to.dtype, flat.dtype) == to.dtype != flat.dtype
+            if divisor != 1 and widens and self._one_pass:
+                torch.div(flat, self._vector(divisor, to.dtype, to.device), out=to)
+                return
             to.copy_(flat)
         if divisor != 1:
-            to.div_(divisor)
+            to.div_(self._scalar(divisor, to.dtype))
 
-    def _as_tensor(self, divisor: float, to: torch.Tensor) -> torch.Tensor:
-        # With a dimension: only then torch divides in its dtype.
-        key = divisor, to.dtype
-        if key not in self._divisors:
-            self._divisors[key] = torch.full((1,), divisor, dtype=to.dtype, device=to.device)
-        return self._divisors[key]
+
+def _scalar(divisor: float, dtype: torch.dtype) -> torch.Tensor:
+    """Return what a tensor of ``dtype`` is divided by, in the dtype in which that is computed."""
+    wide = torch.promote_types(dtype.to_real(), torch.float32)
+    return torch.full((), divisor, dtype=wide, device="cpu")
+
+
+def _vector(divisor: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return a divisor with a dimension: only then torch divides in its dtype."""
+    return torch.full((1,), divisor, dtype=dtype, device=device)

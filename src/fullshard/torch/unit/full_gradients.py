@@ -64,7 +64,6 @@ class FullGradients:
 
     def _forget_buffer(self) -> None:
         self._buffer: FlatBuffer | None = None
-        self._is_open = False  # the buffer has its memory
         self._views: dict[int, list[Tensor]] = {}  # of each parameter in it, one or `pieces_of`
         # What gradients are seen as to fit in one view; () for those that are taken apart.
         self._seen_as: dict[int, tuple[int, ...]] = {}
@@ -81,7 +80,7 @@ class FullGradients:
             *(self.sent[number] for number in self._as_made if self.sent),
         ]
         held = sum(aligned_bytes(each.nbytes) for each in apart)
-        if self._buffer is not None and self._is_open:
+        if self._buffer is not None and self._buffer.allocated:
             held += self._buffer.bytes
         return held
 
@@ -142,11 +141,10 @@ class FullGradients:
         if self._buffer is None:
             self._buffer = FlatBuffer(self._buffer_sizes, self._device)
             self._look_into(self._buffer)
-        elif self._is_open:
+        elif self._buffer.allocated:
             return self._buffer
         else:
             self._buffer.allocate()
-        self._is_open = True
         if self._padding:
             torch._foreach_zero_(self._padding)
         return self._buffer
@@ -266,12 +264,11 @@ class FullGradients:
         if self.lenders is not None:
             self.lenders.follow()
         self.sent = []
-        if self._buffer is not None and self._is_open:
-            self._is_open = False
+        if self._buffer is not None:
             self._buffer.release()
 
 
-_reshape = Tensor.reshape
+_reshape = torch.reshape  # the method takes twice as long to read a shape
 _STRIDED = torch.strided
 _NOTHING = torch.empty(0, device="cpu")
 

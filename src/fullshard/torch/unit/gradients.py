@@ -239,7 +239,8 @@ class Gradients:
             self._zeroed += [index for index in self.absent if sharded[index].grad is None]
         keeps_dtype = not self._plan.precision.keep_low_grads
         for flat, (numels, params) in zip(self._to_rest(reduced).flats, self._pieces, strict=True):
-            for param, local in zip(params, flat.split_with_sizes(numels), strict=True):
+            # Unsafe for who writes to both ``flat`` and a part of it in a graph, which nobody does.
+            for param, local in zip(params, flat.unsafe_split_with_sizes(numels), strict=True):
                 if param is not None and param.requires_grad:
                     grad = ShardedParameter.value(local, param.ownership)
                     _accumulate(param, grad, keeps_dtype)
@@ -263,19 +264,14 @@ class Gradients:
 
     def _to_rest(self, reduced: FlatBuffer) -> FlatBuffer:
         """Reduced gradients, averaged, in the dtype and on the device in which they rest."""
-        plan = self._plan
         _, after = self._divisors()
-        resting = reduced
-        if self._is_cast:
-            resting = FlatBuffer(self._rest_sizes, plan.device)
-            both = (resting, reduced)
-            pairs = [each.by_dtype if self._rests_alike else each.flats for each in both]
-            for to, flat in zip(*pairs, strict=True):
-                self._average(to, flat, after)
-        elif after != 1:
-            # By one kernel, over what lies between slices too, which nobody reads.
-            for flat in reduced.by_dtype:
-                flat.div_(after)
+        resting = FlatBuffer(self._rest_sizes, self._plan.device) if self._is_cast else reduced
+        if self._rests_alike:  # by one call, over what lies between slices too, which nobody reads
+            pairs = zip(resting.by_dtype, reduced.by_dtype, strict=True)
+        else:
+            pairs = zip(resting.flats, reduced.flats, strict=True)
+        for to, flat in pairs:
+            self._average(to, flat, after)
         return self._evict(resting) if self._moves else resting
 
     def _evict(self, onboard: FlatBuffer) -> FlatBuffer:

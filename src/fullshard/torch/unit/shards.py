@@ -148,7 +148,7 @@ class Shards:
                     params.append(param)
                     end = start + place.span.numel
             rest = segment.numel_of(self._ranks.gather.rank) - end
-            found.append(([*numels, rest], [*params, None]))
+            found.append(([*numels, rest], [*params, None]) if rest else (numels, params))
         return found
 
     def _placed(self, each: ParamSites, place: Place, shape: tuple[int, ...]) -> Placed | None:

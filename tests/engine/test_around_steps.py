@@ -762,6 +762,24 @@ def test_nobody_used_is_none_and_weight_decay_leaves_it_alone(comm, door, world)
     torch.testing.assert_close(params_of(model), params_of(plain))
 
 
+@pytest.mark.parametrize("door", DOORS)
+@on_ranks(2)
+def test_frozen_for_a_forward_without_gradients_before_backward(comm, door):
+    """As PEFT does for a reference: its adapter trained for a moment, the other one frozen."""
+    model, plain = shard(seeded(net), comm, door, LAYERS), seeded(net)
+
+    def backward(model, step):
+        loss = model(X).square().sum()
+        model[0].requires_grad_(False)
+        with torch.no_grad():
+            aim = model(2 * X).sum()
+        model[0].requires_grad_(True)
+        (loss - aim).backward()
+
+    train_beside(model, plain, 3, backward, momentum=0.9)
+    torch.testing.assert_close(params_of(model), params_of(plain))
+
+
 @on_ranks(2)
 def test_what_nobody_used_behind_frozen_parameters_has_no_gradient(comm):
     model = seeded(branches)

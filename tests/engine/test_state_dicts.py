@@ -27,6 +27,7 @@ from fullshard.torch import (
     FullStateDictConfig,
     MixedPrecision,
     StateDictType,
+    fully_shard,
 )
 from fullshard.torch import FullyShardedDataParallel as FSDP
 from fullshard.torch.tensor.reslice import Cut, longest, overlaps, reslice, rows_of_ranks
@@ -217,6 +218,25 @@ def test_states_of_nested_wrappers_and_of_parameters_that_none_has(comm, ignored
     assert sorted(state["state"]) == sorted(names)
     set_optimizer_state_dict(again, other := torch.optim.Adam(again.parameters()), state)
     assert [step(again, other) for _ in range(3)] == went_on
+
+
+class Renaming(nn.Linear):
+    """A user's class whose methods take what the user gives them, and no more."""
+
+    def state_dict(self):
+        return {f"mine.{name}": value for name, value in super().state_dict().items()}
+
+    def load_state_dict(self, state):
+        super().load_state_dict({name.removeprefix("mine."): each for name, each in state.items()})
+
+
+@on_ranks(1)
+def test_a_class_of_its_own_methods_gets_what_was_given(comm):
+    model = fully_shard(Renaming(2, 3), mesh=comm)
+    state = model.state_dict()
+    assert list(state) == ["mine.weight", "mine.bias"]
+    model.load_state_dict({name: torch.full_like(value, 2) for name, value in state.items()})
+    assert model.bias.full_tensor().tolist() == [2, 2, 2]
 
 
 @on_ranks(2)

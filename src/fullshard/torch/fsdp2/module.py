@@ -91,31 +91,32 @@ else:
 class FSDPModule(NotCopied, _OwnModule):
     """The base of every class that `fully_shard` makes."""
 
-    def state_dict(
-        self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False
-    ) -> Any:
+    # Options go on as they were given: a class's own methods may take fewer than PyTorch's.
+    def state_dict(self, *args: Any, **options: Any) -> Any:
         """Return the module's state dict with DTensors, placed as ``Shard(0)``. Collective.
 
         They have elements of their own: to load into them is not to load into the model. With
-        ``keep_vars`` entries are the sharded parameters themselves.
+        ``keep_vars=True`` entries are the sharded parameters themselves. ``destination`` and
+        ``prefix`` are those of `torch.nn.Module.state_dict`.
         """
-        if args:
-            destination, prefix, keep_vars = (*args, destination, prefix, keep_vars)[:3]
+        options = {
+            **dict(zip(("destination", "prefix", "keep_vars"), args, strict=False)),
+            **options,
+        }
         with collecting("function") as (outermost, first):
-            if first or destination is None:  # else a module around this one has seen to it
+            # Else a module around this one has seen to it.
+            if first or options.get("destination") is None:
                 _show_sharded(_module(self))
-            state = super().state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-        if outermost and not keep_vars:
-            hand_out(state, prefix, AS_DTENSORS)
+            state = super().state_dict(**options)
+        if outermost and not options.get("keep_vars"):
+            hand_out(state, options.get("prefix", ""), AS_DTENSORS)
         return state
 
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **options: Any) -> Any:
         """Load whole tensors or DTensors. Collective for DTensors."""
         _show_sharded(_module(self))
         ask_before_loading(state_dict.values(), _module(self).parameters())
-        return super().load_state_dict(state_dict, strict, assign)
+        return super().load_state_dict(state_dict, *args, **options)
 
     # ---- full parameters by hand ----------------------------------------------------------------
 

@@ -216,7 +216,9 @@ class Tracker:
         for managed in self.executor.units:
             if managed.unit.unchecked:
                 check_initialised(managed.unit)
-            if managed.unit.shards.toggled:
+            # A forward without gradients asks nobody what is trained. Libraries run a reference's
+            # adapter so, with another frozen meanwhile whose backward is still to come.
+            if training and managed.unit.shards.toggled:
                 managed.unit.check_shown()
                 changed |= follow_requires_grad(managed.unit)
         if changed:

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from support.models import seeded
 from support.threads import on_ranks
 from support.world import on_processes
 from torch import nn
@@ -338,7 +339,7 @@ def test_gradients_of_parts_are_those_of_one_process():
 
 @on_processes(2, joined=True)
 def test_writes_to_copies_of_parts_are_refused():
-    weight = ours(nn.Linear(6, 8, bias=False)).weight.detach()
+    weight = ours(seeded(lambda: nn.Linear(6, 8, bias=False))).weight.detach()
     with pytest.raises(UnshardedOperationError, match="would be lost"):
         weight[1:5, 2:4].zero_()
     with pytest.raises(UnshardedOperationError, match="not cut alike"):

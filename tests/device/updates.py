@@ -43,7 +43,8 @@ class Updates:
         machine.put_behind(UPDATES, given)
         machine.host = UPDATES
         try:
-            copies.wait()
+            for event in copies.events:
+                event.synchronize()
             make()
         finally:
             machine.host = HOST

@@ -3,12 +3,14 @@
 
 import os
 import threading
+import time
 from functools import partial
 
 import pytest
 import torch
 from support.limits import PEERS_S
 
+from fullshard.torch.optim import host_updates
 from fullshard.torch.optim.host_updates import HostUpdates
 from fullshard.torch.unit.streams import CopiesUnderWay
 
@@ -16,16 +18,22 @@ CPU = torch.device("cpu")
 
 
 class Copy:
-    """An event that has come, or comes when somebody waits for it."""
+    """An event."""
 
     def __init__(self, done=True):
         self.done = done
 
     def query(self):
+        if self.done is None:
+            raise RuntimeError("an illegal memory access was encountered")
         return self.done
 
-    def synchronize(self):
-        self.done = True
+
+def until(condition):
+    ends = time.monotonic() + PEERS_S
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(1e-3)
 
 
 class Blocked:
@@ -35,8 +43,10 @@ class Blocked:
         self.updates, self.made, self.begun, self.goes_on = HostUpdates(), [], *events(2)
         self.waits = [self.updates.begin(CopiesUnderWay(CPU, []), self.first)]
         assert self.begun.wait(PEERS_S)
+        self.late = [Copy(done=False) for _ in late]
+        there = dict(zip(late, self.late, strict=True))
         for i in range(1, count):
-            copies = CopiesUnderWay(CPU, [Copy(), Copy(done=i not in late)])
+            copies = CopiesUnderWay(CPU, [Copy(), there.get(i, Copy())])
             self.waits.append(self.updates.begin(copies, partial(self.made.append, i)))
 
     def first(self):
@@ -61,17 +71,19 @@ def test_what_has_not_arrived_comes_after_what_has():
     """And the first of it first, which the thread waits for."""
     blocked = Blocked(7, late=(1, 2, 5, 6))
     blocked.goes_on.set()
+    until(lambda: blocked.made == [0, 4, 3])
+    for copy in blocked.late:
+        copy.done = True
     for wait in blocked.waits:
         wait()
-    assert blocked.made == [0, 4, 3, 1, 2, 5, 6]
+    assert blocked.made == [0, 4, 3, 1, 6, 5, 2]
 
 
 def test_what_somebody_waits_for_comes_next():
     blocked = Blocked(5)
     waiter = threading.Thread(target=blocked.waits[2])
     waiter.start()
-    while blocked.updates._awaited is None:
-        assert waiter.is_alive()
+    until(lambda: blocked.updates._awaited is not None)
     blocked.goes_on.set()
     waiter.join(PEERS_S)
     for wait in blocked.waits[:2]:
@@ -91,6 +103,43 @@ def test_who_waits_gets_the_error_and_others_are_made():
     with pytest.raises(ValueError, match="no memory"):
         failing()
     assert made == [1]
+
+
+def test_an_error_of_the_device_is_told_and_holds_nobody_up():
+    updates, made = HostUpdates(), []
+    failing = updates.begin(CopiesUnderWay(CPU, [Copy(done=None)]), partial(made.append, 0))
+    good = updates.begin(CopiesUnderWay(CPU, []), partial(made.append, 1))
+    good()
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        failing()
+    assert made == [1]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), KeyboardInterrupt()])
+def test_without_a_thread_it_is_made_at_once_or_not_at_all(error, monkeypatch):
+    updates, made, there = HostUpdates(), [], CopiesUnderWay(CPU, [])
+
+    def submit(_):
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(updates._executor, "submit", submit)
+        if isinstance(error, RuntimeError):
+            updates.begin(there, partial(made.append, 0))()
+        else:
+            with pytest.raises(KeyboardInterrupt):
+                updates.begin(there, partial(made.append, 0))
+    updates.begin(there, partial(made.append, 1))()
+    assert made == ([0, 1] if isinstance(error, RuntimeError) else [1])
+
+
+def test_a_program_that_ends_does_not_wait_for_ever(monkeypatch):
+    """For gradients of a rank that is gone: the interpreter joins the thread before it exits."""
+    monkeypatch.setattr(host_updates, "main_thread", lambda: threading.Thread())
+    monkeypatch.setattr(host_updates, "_AT_EXIT_S", 0.01)
+    wait = HostUpdates().begin(CopiesUnderWay(CPU, [Copy(done=False)]), lambda: None)
+    with pytest.raises(TimeoutError, match="gradients do not arrive"):
+        wait()
 
 
 def test_a_fork_comes_after_all_updates():

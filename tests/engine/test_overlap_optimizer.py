@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps in backward: bit by bit the ordinary ones, with few gradients alive, or refused."""
 
+import gc
 import threading
 import weakref
+from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
 from importlib import import_module
@@ -11,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.beside import grid, shard
+from support.limits import PEERS_S
 from support.models import GPT, Block, seeded
 from support.threads import on_ranks
 from torch import nn
@@ -239,11 +242,100 @@ def test_an_error_of_the_thread_comes_up_where_the_unit_is_used(plain, monkeypat
         optimizer.param_groups[0]["eps"] = None
         backward(model)
         optimizer.step()
-        with pytest.raises(TypeError, match=r"eps|NoneType") as caught:
-            backward(model)
-        assert any("the step of unit" in note for note in caught.value.__notes__)
+        units = [managed.unit for managed in managed_units(model)]
+        for unit in units:
+            with pytest.raises(TypeError, match=r"eps|NoneType") as caught:
+                unit.catch_up()
+            assert any("the step of unit" in note for note in caught.value.__notes__)
+        assert not any(waiting(unit) for unit in units)  # both halves of each
+        optimizer.param_groups[0]["eps"] = 1e-8
+        backward(model)
 
     LocalWorld(2).run(body)
+
+
+@pytest.mark.parametrize("look", ["interrupted", "by two threads"])
+def test_nobody_sees_what_the_thread_has_not_finished(look, plain, monkeypatch):
+    module = import_module("fullshard.torch.optim.overlap_optimizer")
+    monkeypatch.setattr(module, "_rests_elsewhere", lambda unit: True)
+    make, may_go_on = module.FilledStep.make, threading.Event()
+
+    def late(step):
+        assert may_go_on.wait(PEERS_S)
+        make(step)
+
+    def body(comm):
+        model = function(comm, copy_of(plain))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        overlap_optimizer(model, optimizer)
+        backward(model)
+        optimizer.step()
+        weight = model.blocks[0].up.weight if hasattr(model.blocks[0], "up") else None
+        weight = next(model.blocks[0].parameters()) if weight is None else weight
+        before = weight.local.clone()
+        monkeypatch.setattr(module.FilledStep, "make", late)
+        backward(model)
+        if look == "interrupted":
+            with monkeypatch.context() as patch:
+                patch.setattr(Future, "result", interrupt)
+                with pytest.raises(KeyboardInterrupt):
+                    weight.local.clone()
+            may_go_on.set()
+            return torch.equal(weight.local, before)
+        seen = []
+        both = [threading.Thread(target=lambda: seen.append(weight.local.clone())) for _ in "ab"]
+        for each in both:
+            each.start()
+        threading.Timer(0.05, may_go_on.set).start()
+        for each in both:
+            each.join(PEERS_S)
+        return torch.equal(*seen) and torch.equal(seen[0], before)
+
+    assert LocalWorld(1).run(body) == [False]
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_the_thread_ends_with_the_optimizer(plain):
+    """Without the garbage collector: an idle thread has threads of its own for its kernels."""
+
+    def body(comm):
+        model = function(comm, copy_of(plain))
+        optimizer = torch.optim.AdamW(model.parameters())
+        overlap_optimizer(model, optimizer)
+        return weakref.ref(vars(optimizer)["_fullshard_overlap"]._updates)
+
+    gc.disable()
+    try:
+        assert all(updates() is None for updates in LocalWorld(2).run(body))
+    finally:
+        gc.enable()
+
+
+def test_a_rank_that_has_nothing_of_a_parameter_waits_no_longer_than_others(monkeypatch):
+    module = import_module("fullshard.torch.optim.overlap_optimizer")
+    monkeypatch.setattr(module, "_rests_elsewhere", lambda unit: True)
+
+    def body(comm):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2)))
+        for layer in model:
+            nn.init.ones_(layer.weight), nn.init.ones_(layer.bias)
+            fully_shard(layer, mesh=comm)
+        fully_shard(model, mesh=comm)
+        optimizer = torch.optim.AdamW(model.parameters())
+        overlap_optimizer(model, optimizer)
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+            waits = [waiting(m.unit) for m in managed_units(model)]
+            optimizer.step()
+        assert waits == [waiting(m.unit) for m in managed_units(model)]
+        return any(param.span.numel == 0 for param in model.parameters()), sum(waits)
+
+    found = LocalWorld(3).run(body)
+    assert any(empty for empty, _ in found)
+    assert all(waits for _, waits in found)
 
 
 def waiting(unit):

@@ -298,6 +298,28 @@ def test_an_overflow_skips_the_step_and_a_fused_one_is_made_at_once(comm):
         assert scaler.get_scale() == 2.0
 
 
+@on_ranks(2)
+def test_what_an_optimizer_collects_in_its_own_way_is_stepped(comm):
+    """By a method that somebody has set on it; as `overlap_optimizer` itself does."""
+    results = []
+    for beside in (None, "forward"):
+        model = built(comm)
+        optimizer = SGD(model.parameters())
+        if beside is not None:
+            overlap_optimizer(model, optimizer, beside=beside)
+        backward(model, 0)
+        optimizer.step()
+        optimizer._init_group = partial(doubled, optimizer._init_group)
+        results.append(train(model, optimizer))
+    assert all(map(torch.equal, *results))
+
+
+def doubled(collect, group, *lists):
+    result = collect(group, *lists)
+    lists[1][:] = [2 * grad for grad in lists[1]]
+    return result
+
+
 @pytest.mark.parametrize("by_thread", [False, True])
 def test_gradients_go_when_the_step_is_made(by_thread, monkeypatch):
     """Without the garbage collector, for which device memory and page-locked memory cannot wait."""

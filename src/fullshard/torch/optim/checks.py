@@ -189,8 +189,9 @@ def _count(optimizer: Optimizer) -> None:
     what is gathered anew follows from that.
     """
     count_step(getattr(optimizer, _COMMS))
-    stepped = [each for each in getattr(optimizer, _EMPTY) if each.grad is not None]
-    count_change(*(each.local for each in stepped))
+    empty = [each for each in getattr(optimizer, _EMPTY) if each.grad is not None]
+    # Steps that are put off have been counted, and whoever takes ``local`` waits for them.
+    count_change(*(vars(each)["local"] for each in empty if "local" in vars(each)))
 
 
 def optimizer_state_bytes(optimizer: Optimizer) -> int:

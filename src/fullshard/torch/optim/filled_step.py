@@ -46,8 +46,10 @@ class FilledStep:
         return cls(optimizer, groups, found)
 
     def make(self) -> None:
-        """Make the step, once; without the hooks of users and schedulers."""
+        """Make the step, unless it was begun; without the hooks of users and schedulers."""
         lists, self._lists = self._lists, []  # gradients go with this call
+        if not lists:
+            return
         remaining = iter(lists)
 
         def hand_out(group: dict[str, Any], *to: list[Any]) -> Any:

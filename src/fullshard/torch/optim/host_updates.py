@@ -11,13 +11,18 @@ the others.
 """
 
 import os
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from threading import Lock
+from threading import Lock, main_thread
 
 from fullshard.torch.unit.streams import CopiesUnderWay
+
+_POLL_S = 1e-4
+_AT_EXIT_S = 10.0
+"""How long a program that ends waits for copies: a rank may be gone, and never send its part."""
 
 
 @dataclass(eq=False)
@@ -25,6 +30,29 @@ class _Update:
     copies: CopiesUnderWay  # behind which it may be made
     make: Callable[[], None]
     done: Future[None] = field(default_factory=Future)
+
+    def may_be_made(self) -> bool:
+        """Return True if its copies are done, or fail, which `run` then tells."""
+        try:
+            return self.copies.are_done()
+        except Exception:
+            return True
+
+    def run(self) -> None:
+        """Make it when its copies are done; whoever waits gets its error."""
+        try:
+            ends_s = None
+            while not self.copies.are_done():  # a device's own wait would take a core
+                time.sleep(_POLL_S)
+                if not main_thread().is_alive():
+                    ends_s = ends_s or time.monotonic() + _AT_EXIT_S
+                    if time.monotonic() > ends_s:
+                        raise TimeoutError("the program has ended, and gradients do not arrive")
+            self.make()
+        except BaseException as error:
+            self.done.set_exception(error)
+        else:
+            self.done.set_result(None)
 
 
 class HostUpdates:
@@ -42,29 +70,38 @@ class HostUpdates:
         Returns what waits for it, and raises what it raised.
         """
         update = _Update(copies, make)
-        with self._lock:
-            self._waiting.append(update)
-        _unfinished.add(update.done)
-        self._executor.submit(self._make_next)
+        try:
+            with self._lock:
+                self._waiting.append(update)
+            with _lock:
+                _unfinished.add(update.done)
+            self._executor.submit(self._make_next)
+        except BaseException as error:
+            with self._lock:
+                left = update in self._waiting
+                if left:
+                    self._waiting.remove(update)
+            if not isinstance(error, RuntimeError):
+                with _lock:
+                    _unfinished.discard(update.done)
+                raise
+            if left:
+                update.run()  # there is no thread, as after the end of the main one
         return lambda: self._await(update)
 
     def _make_next(self) -> None:
         with self._lock:
+            if not self._waiting:
+                return
             update = self._choose()
             self._waiting.remove(update)
-        try:
-            update.copies.wait()
-            update.make()
-        except BaseException as error:
-            update.done.set_exception(error)
-        else:
-            update.done.set_result(None)
+        update.run()
 
     def _choose(self) -> _Update:
-        arrived = [update for update in self._waiting if update.copies.are_done()]
-        if self._awaited in arrived:
+        ready = [update for update in self._waiting if update.may_be_made()]
+        if self._awaited in ready:
             return self._awaited
-        return arrived[-1] if arrived else self._waiting[0]
+        return ready[-1] if ready else self._waiting[0]
 
     def _await(self, update: _Update) -> None:
         self._awaited = update
@@ -74,12 +111,15 @@ class HostUpdates:
             self._awaited = None
 
 
+_lock = Lock()
 _unfinished: weakref.WeakSet[Future[None]] = weakref.WeakSet()
 
 
 def _finish_all() -> None:
     """Wait for all updates: a fork has no thread that would make them."""
-    wait(list(_unfinished))
+    with _lock:
+        unfinished = list(_unfinished)
+    wait(unfinished)
 
 
 os.register_at_fork(before=_finish_all)

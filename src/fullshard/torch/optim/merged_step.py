@@ -150,7 +150,8 @@ class MergedStep:
         """
         kinds = len(inspect.signature(self._collect).parameters) - 2
         lists: Lists = tuple([] for _ in range(kinds))
-        result = self._collect_merged(group, *lists)
+        optimizer: Any = self._optimizer()
+        result = optimizer._init_group(group, *lists)
         plan, self._unfinished = self._unfinished, None
         return lists, result, plan
 

@@ -130,7 +130,13 @@ class _Overlap(ABC):
         self._optimizer = weakref.ref(optimizer)
         self._updates = HostUpdates()
         self._in_unit = False  # while a unit is stepped, or its step is put off
-        merged.prepare = self.prepare
+        this = weakref.ref(self)  # so that the thread ends with the optimizer
+
+        def prepare(group: dict[str, Any]) -> dict[str, Any]:
+            overlap = this()
+            return group if overlap is None else overlap.prepare(group)
+
+        merged.prepare = prepare
 
     def watch(self, managed: ManagedUnit) -> None:
         """Step the unit from now on, for as long as the optimizer exists."""

@@ -8,6 +8,7 @@ the change made first. As long as nothing is put off, ``local`` is found where i
 """
 
 from collections.abc import Callable, Iterable
+from threading import RLock
 from typing import Any
 
 from torch import Tensor
@@ -23,6 +24,7 @@ class PutOff:
 
     def __init__(self, tensors: Iterable[Any], change: Callable[[], None]):
         self._change: Callable[[], None] | None = change
+        self._lock = RLock()
         # Earlier changes of them are made here.
         self._held: list[tuple[Any, Tensor]] = [(each, each.local) for each in tensors]
         for tensor, _ in self._held:
@@ -35,15 +37,26 @@ class PutOff:
         return self._change is not None
 
     def catch_up(self) -> None:
-        """Make the change, unless it has been made."""
-        change, self._change = self._change, None
-        if change is None:
-            return
+        """Make the change, unless it has been made. Until it is over nobody else sees the tensors.
+
+        One that raises is over. One that is interrupted is not: who looks next goes on with it.
+        """
+        with self._lock:
+            if self._change is None:
+                return
+            try:
+                self._change()
+            except Exception:
+                self._show()
+                raise
+            self._show()
+
+    def _show(self) -> None:
         for tensor, local in self._held:
             tensor.__dict__["local"] = local
             tensor.__dict__.pop(_PUT_OFF, None)
         self._held.clear()
-        change()
+        self._change = None
 
 
 class Local:

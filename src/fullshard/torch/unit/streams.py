@@ -99,25 +99,16 @@ class CopyStream:
 
 @dataclass(frozen=True)
 class CopiesUnderWay:
-    """Copies between host and device, for any thread to wait for."""
+    """Copies between host and device, for any thread to ask after."""
 
     device: torch.device
     events: Sequence[Any]
 
     def are_done(self) -> bool:
-        """Return True if they are."""
-        self._choose_device()
+        """Return True if they are. A thread that is new makes no context on the first device."""
+        if self.device.index is not None:
+            torch.get_device_module(self.device).set_device(self.device)
         return all(event.query() for event in self.events)
-
-    def wait(self) -> None:
-        """Hold up this thread until they are done."""
-        self._choose_device()
-        for event in self.events:
-            event.synchronize()
-
-    def _choose_device(self) -> None:
-        """Keep a thread that is new from making a context on the first device."""
-        torch.get_device_module(self.device).set_device(self.device)
 
 
 class EarlyStream:

@@ -332,9 +332,15 @@ class Unit:
 
     def catch_up(self) -> None:
         """Make the steps of optimizers that were put off."""
-        put_off, self.put_off = self.put_off, []
-        for each in put_off:
-            each.catch_up()
+        failures: list[Exception] = []
+        for each in self.put_off:
+            try:
+                each.catch_up()
+            except Exception as error:
+                failures.append(error)
+        self.put_off.clear()
+        if failures:
+            raise failures[0]
 
     def await_gather(self) -> bool:
         """Wait until the full parameters are there."""
@@ -401,7 +407,7 @@ class Unit:
         self.gradients.synchronize()
 
     def copies_under_way(self) -> CopiesUnderWay:
-        """Return the copies that `synchronize` waits for; any thread may wait for these."""
+        """Return the copies that `synchronize` waits for."""
         last = self.full.last_fetch, self.gradients.last_copy
         return CopiesUnderWay(self.device, [event for event in last if event is not None])
 

@@ -15,7 +15,7 @@ that the device had left to do then: with less than a thousand launches before i
 waited for room in the queue either. Two questions more are by the wall clock, from a device that is
 idle to one that is idle again: a forward and backward over the fake group, and over NCCL with one
 rank that computes in bf16 (so it gathers and frees like many), where it is also replayed as a CUDA
-graph. On a GPU this has not been measured yet.
+graph.
 """
 
 import argparse

@@ -142,13 +142,17 @@ def test_a_program_that_ends_does_not_wait_for_ever(monkeypatch):
         wait()
 
 
+# Of Python from 3.12 on, and of JAX where another test has loaded it.
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning", "ignore:.*fork:RuntimeWarning")
 def test_a_fork_comes_after_all_updates():
     """Its child has no thread, and would wait for them forever."""
     blocked = Blocked(3)
     threading.Timer(0.05, blocked.goes_on.set).start()
     child = os.fork()
     if child == 0:
-        for wait in blocked.waits:
-            wait()
-        os._exit(len(blocked.made))
+        try:
+            for wait in blocked.waits:
+                wait()
+        finally:
+            os._exit(len(blocked.made))
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3

@@ -234,9 +234,7 @@ def test_an_error_of_the_thread_comes_up_where_the_unit_is_used(plain, monkeypat
     monkeypatch.setattr(module, "_rests_elsewhere", lambda unit: True)
 
     def body(comm):
-        model = function(comm, copy_of(plain))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        overlap_optimizer(model, optimizer)
+        model, optimizer = overlapped(comm, plain)
         backward(model)
         optimizer.step()
         optimizer.param_groups[0]["eps"] = None
@@ -265,13 +263,10 @@ def test_nobody_sees_what_the_thread_has_not_finished(look, plain, monkeypatch):
         make(step)
 
     def body(comm):
-        model = function(comm, copy_of(plain))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        overlap_optimizer(model, optimizer)
+        model, optimizer = overlapped(comm, plain)
         backward(model)
         optimizer.step()
-        weight = model.blocks[0].up.weight if hasattr(model.blocks[0], "up") else None
-        weight = next(model.blocks[0].parameters()) if weight is None else weight
+        weight = next(model.blocks[0].parameters())
         before = weight.local.clone()
         monkeypatch.setattr(module.FilledStep, "make", late)
         backward(model)
@@ -280,18 +275,22 @@ def test_nobody_sees_what_the_thread_has_not_finished(look, plain, monkeypatch):
                 patch.setattr(Future, "result", interrupt)
                 with pytest.raises(KeyboardInterrupt):
                     weight.local.clone()
+            assert "local" not in vars(weight)
             may_go_on.set()
-            return torch.equal(weight.local, before)
-        seen = []
-        both = [threading.Thread(target=lambda: seen.append(weight.local.clone())) for _ in "ab"]
-        for each in both:
-            each.start()
-        threading.Timer(0.05, may_go_on.set).start()
-        for each in both:
-            each.join(PEERS_S)
-        return torch.equal(*seen) and torch.equal(seen[0], before)
+        else:
+            seen = []
+            both = [
+                threading.Thread(target=lambda: seen.append(weight.local.clone())) for _ in "ab"
+            ]
+            for each in both:
+                each.start()
+            threading.Timer(0.05, may_go_on.set).start()
+            for each in both:
+                each.join(PEERS_S)
+            assert torch.equal(*seen)
+        assert not torch.equal(weight.local, before)
 
-    assert LocalWorld(1).run(body) == [False]
+    LocalWorld(1).run(body)
 
 
 def interrupt(*_):
@@ -302,9 +301,7 @@ def test_the_thread_ends_with_the_optimizer(plain):
     """Without the garbage collector: an idle thread has threads of its own for its kernels."""
 
     def body(comm):
-        model = function(comm, copy_of(plain))
-        optimizer = torch.optim.AdamW(model.parameters())
-        overlap_optimizer(model, optimizer)
+        _, optimizer = overlapped(comm, plain)
         return weakref.ref(vars(optimizer)["_fullshard_overlap"]._updates)
 
     gc.disable()

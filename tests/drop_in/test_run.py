@@ -49,6 +49,7 @@ def script(tmp_path):
         "        print('has left', not dist.is_initialized(), flush=True)\n"
         "        open(told, 'w').close()\n"
         "    dist.init_process_group('gloo')\n"
+        "    dist.barrier()  # or a rank that is still connecting finds the other one gone\n"
         "    if os.environ.get('RANK') == '0':\n"
         "        atexit.register(tell)\n"
         "    while os.environ.get('RANK') == '1' and not os.path.exists(told):\n"

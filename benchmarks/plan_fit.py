@@ -38,6 +38,7 @@ from fullshard.plan.step.interval import (
     Features,
     Program,
     Unknown,
+    cut,
     ends,
     extrapolated,
     features_of,
@@ -145,7 +146,7 @@ class Error(NamedTuple):
         return ends(spread, [*self.unknown, program.unknown("program", self.far)])
 
     def inside(self, spread: float, program: Program) -> bool:
-        """True if the measured time lies in the interval."""
+        """True if the measured time lies in the 90% interval."""
         sooner, later = self.ends(spread, program)
         return -sooner <= self.log <= later
 
@@ -390,9 +391,10 @@ def table(others: Sequence[Scripted], sources: Mapping[str, Sequence[Error]], sp
     for source, errors in sources.items():
         known = [each for name, each in sources.items() if name not in {source, *NEVER}]
         program = program_of(known, spread)
+        cuts = [cut(*each.ends(spread, program)) for each in errors]
         rows = [
-            (each.log, each.inside(spread, program), math.exp(sum(each.ends(spread, program))))
-            for each in errors
+            (each.log, -sooner <= each.log <= later, share)
+            for each, (sooner, later, share) in zip(errors, cuts, strict=True)
         ]
         mine = (each.memory_error() for each in others if source_of(each.row) == source)
         told.append((source, source in NEVER, rows, [each for each in mine if each is not None]))
@@ -411,12 +413,12 @@ def table(others: Sequence[Scripted], sources: Mapping[str, Sequence[Error]], sp
 
 def _line(name: str, rows: list[tuple[float, bool, float]], memory: list[float]) -> str:
     errors = [math.expm1(log) for log, *_ in rows]
-    widths = [width for *_, width in rows]
+    shares = [share for *_, share in rows]
     line = (
         f"{name:<12} {len(rows):>4} rows {statistics.fmean(map(abs, errors)):>6.1%} "
         f"bias {statistics.fmean(errors):>+6.1%} "
-        f"inside {statistics.fmean(ok for _, ok, _ in rows):>4.0%} "
-        f"width {statistics.median(widths):.2f}, {sum(each > 2 for each in widths)} above 2"
+        f"inside {statistics.fmean(ok for _, ok, _ in rows):>4.0%}, told "
+        f"{statistics.fmean(shares):.0%}, {sum(each < 0.899 for each in shares)} less than 90%"
     )
     if memory:
         line += (

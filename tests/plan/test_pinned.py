@@ -86,9 +86,11 @@ PINNED = {
 def told(model, device, devices, settings):
     run = Run(**{"micro_batch": 1, "sequence": 4096, **settings})
     found = predict(named_model(model), run, cluster_of(named_device(device), devices))
-    ends = (found.interval.low_s, found.step_s, found.interval.high_s)
+    interval = found.interval
+    ends = (interval.low_s, found.step_s, interval.high_s)
     gib = found.memory.peak_bytes / 2**30
-    return f"{' '.join(f'{each:.5g}' for each in ends)} s, {gib:.5g} GiB, {found.watts:.4g} W"
+    times = f"{' '.join(f'{each:.5g}' for each in ends)} s ({interval.share:.3f})"
+    return f"{times}, {gib:.5g} GiB, {found.watts:.4g} W"
 
 
 def test_forecasts_are_as_they_were():

@@ -50,7 +50,7 @@ class Prediction:
 
     @cached_property
     def interval(self) -> Interval:
-        """A 90% interval of ``step_s``, and what widens it."""
+        """An interval of ``step_s``, how sure it is, and what widens it."""
         program = other_program(self.step, self.model.context)
         return Interval.around(self.step_s, [program, *unknowns(self.step, self.memory_share)])
 

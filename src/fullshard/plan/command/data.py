@@ -32,6 +32,7 @@ def prediction_data(prediction: Prediction, tokens: float = 0.0) -> dict[str, An
         },
         "step_s": prediction.step_s,
         "step_interval_s": [prediction.interval.low_s, prediction.interval.high_s],
+        "step_interval_share": prediction.interval.share,
         "parts_s": dict(prediction.parts),
         "communication_s": prediction.communication_s,
         "tokens_per_s_per_device": prediction.tokens_per_s,

@@ -127,7 +127,7 @@ def _details(best: Prediction, tokens: float) -> RenderableType:
         _bars(dict(memory.peak), memory.peak_bytes, bytes_text),
         *_on_the_host(best),
         Text(
-            f"step {seconds_text(best.step_s)} (90%: {interval}); "
+            f"step {seconds_text(best.step_s)} ({best.interval.share:.0%}: {interval}); "
             f"all devices {_count(best.cluster_tokens_per_s)} "
             f"tokens/s, {_count(best.tokens_per_step)} tokens a step; {best.watts:,.0f} W a device"
         ),
@@ -242,13 +242,16 @@ def _short_strategy(run: Run) -> str:
 
 
 def _interval(prediction: Prediction) -> str:
-    """Such as ``1.05-1.24 s``: one unit for both ends."""
+    """Such as ``1.05-1.24 s``: one unit for both ends; ``(65%)`` behind where it is not 90."""
     low, high = prediction.interval.low_s, prediction.interval.high_s
+    sure = f" ({prediction.interval.share:.0%})".replace(" (90%)", "")
     if high >= 100:
-        return f"{low:,.0f}-{high:,.0f} s"
+        return f"{low:,.0f}-{high:,.0f} s{sure}"
     if high >= 10:
-        return f"{low:.1f}-{high:.1f} s"
-    return f"{low:.2f}-{high:.2f} s" if high >= 1 else f"{low * 1e3:.0f}-{high * 1e3:.0f} ms"
+        return f"{low:.1f}-{high:.1f} s{sure}"
+    if high >= 1:
+        return f"{low:.2f}-{high:.2f} s{sure}"
+    return f"{low * 1e3:.0f}-{high * 1e3:.0f} ms{sure}"
 
 
 def _count(value: float) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The 90% interval around a predicted step, and the names of what widens it."""
+"""The interval around a predicted step, how sure it is, and the names of what widens it."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +39,8 @@ _EXPERTS = (0.13, 0.26)
 _UNEVEN = 0.33  # of an end: the fullest of 8 to 64 experts gets 0.6 to 1 before training
 SLOW_INSIDE = 0.25  # of what is assumed of links inside a host: `devices.toml` has what others move
 _FAST_LINK = {"inside": 4.0, "between": 2.0}
+_WIDEST = math.log(2)  # of an interval: one that is wider says nothing that can be used
+_NINE_IN_TEN = 1.645  # deviations of a normal distribution
 
 
 @dataclass(frozen=True)
@@ -56,25 +58,39 @@ class Unknown:
 
 @dataclass(frozen=True)
 class Interval:
-    """The ends of a 90% interval, and what is unknown, the largest first."""
+    """The ends of an interval, at most a factor of two apart, and what is unknown, largest first.
+
+    ``share`` is that of such runs that are expected inside: nine in ten, or less where so many
+    would need more than a factor of two.
+    """
 
     low_s: float
     high_s: float
+    share: float
     unknowns: tuple[Unknown, ...]
 
     @classmethod
     def around(cls, step_s: float, found: Sequence[Unknown]) -> "Interval":
         """Join the spread of runs like the fitted ones and the unknowns, in quadrature."""
-        sooner, later = ends(fitted_spread(), found)
+        sooner, later, share = cut(*ends(fitted_spread(), found))
         said = [each for each in found if max(each.later, each.sooner) > 0.02]
         largest = sorted(said, key=lambda each: -max(each.later, each.sooner))
-        return cls(step_s * math.exp(-sooner), step_s * math.exp(later), tuple(largest))
+        return cls(step_s * math.exp(-sooner), step_s * math.exp(later), share, tuple(largest))
 
 
 def ends(spread: float, found: Sequence[Unknown]) -> tuple[float, float]:
     """By how much a step may take less and more, as logarithms of its time."""
     sooner = math.hypot(spread, *(each.sooner for each in found))
     return sooner, math.hypot(spread, *(each.later for each in found))
+
+
+def cut(sooner: float, later: float) -> tuple[float, float, float]:
+    """Cut ends of a 90% interval to a factor of two, and tell the share that is then inside.
+
+    By a normal distribution, of which both ends are cut alike.
+    """
+    kept = min(1.0, _WIDEST / (sooner + later))
+    return kept * sooner, kept * later, math.erf(kept * _NINE_IN_TEN / math.sqrt(2))
 
 
 def unknowns(step: Step, memory_share: float) -> list[Unknown]:

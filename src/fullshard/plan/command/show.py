@@ -22,6 +22,7 @@ from fullshard.plan.run import Loss, Run
 from fullshard.plan.step.interval import Unknown
 
 _BAR = 24
+_STEP = "step, how sure"
 _COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red", "white", "bright_black")
 
 
@@ -72,12 +73,12 @@ def _ranked(choice: Choice, top: int) -> RenderableType:
         "": ["*" if id(each) in front else "" for each in shown],
         **{head: cells for head, cells in choices.items() if len(set(cells)) > 1},
         "GiB": [f"{each.memory.peak_bytes / 2**30:.1f}" for each in shown],
-        "step (90%)": [_interval(each) for each in shown],
+        _STEP: [_interval(each) for each in shown],
         "tokens/s": [_speed(each) for each in shown],
         "MFU": [f"{each.mfu:.1%}" for each in shown],
     }
     for head in columns:
-        right = head in ("GiB", "step (90%)", "tokens/s", "MFU")
+        right = head in ("GiB", _STEP, "tokens/s", "MFU")
         table.add_column(head, justify="right" if right else "left", overflow="fold")
     for number, cells in enumerate(zip(*columns.values(), strict=True)):
         table.add_row(*cells, style="bold" if number == 0 else "")
@@ -198,7 +199,7 @@ def show_answers(console: Console, key: str, answers: Sequence[Answer], base: Pr
     """Print what-if answers, beside the speed of the best."""
     table = Table(title=f"what if {key} were", title_justify="left", box=None, padding=(0, 1, 0, 0))
     table.add_column(key, overflow="fold")
-    for head in ("memory", "fits", "step, 90%", "tokens/s", "of the best", "MFU"):
+    for head in ("memory", "fits", _STEP, "tokens/s", "of the best", "MFU"):
         table.add_column(head, justify="right", overflow="fold")
     table.add_column("at the peak", overflow="fold")
     for each in answers:
@@ -242,16 +243,14 @@ def _short_strategy(run: Run) -> str:
 
 
 def _interval(prediction: Prediction) -> str:
-    """Such as ``1.05-1.24 s``: one unit for both ends; ``(65%)`` behind where it is not 90."""
-    low, high = prediction.interval.low_s, prediction.interval.high_s
-    sure = f" ({prediction.interval.share:.0%})".replace(" (90%)", "")
-    if high >= 100:
-        return f"{low:,.0f}-{high:,.0f} s{sure}"
+    """Such as ``0.84-1.7 s 86%``: one unit for both ends, and the share of runs inside."""
+    found = prediction.interval
+    low, high, sure = found.low_s, found.high_s, f"{found.share:.0%}"
+    if high < 1:
+        return f"{low * 1e3:.0f}-{high * 1e3:.0f} ms {sure}"
     if high >= 10:
-        return f"{low:.1f}-{high:.1f} s{sure}"
-    if high >= 1:
-        return f"{low:.2f}-{high:.2f} s{sure}"
-    return f"{low * 1e3:.0f}-{high * 1e3:.0f} ms{sure}"
+        return f"{low:,.0f}-{high:,.0f} s {sure}"
+    return f"{low:.{2 if low < 1 else 1}f}-{high:.1f} s {sure}"
 
 
 def _count(value: float) -> str:

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoints of pytrees on JAX, on any number of devices, and across to torch and back."""
 
-import shutil
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,9 +15,7 @@ from fullshard.core.errors import CheckpointError
 from fullshard.core.presets import Transformer
 from fullshard.jax import (
     StoredAs,
-    create_mesh,
     load_checkpoint,
-    make_train_step,
     save_checkpoint,
     torch_layout,
     torch_names,
@@ -78,31 +73,6 @@ def test_any_number_of_devices_reads_any_other(tmp_path, asynchronous):
     assert len(manifest.tensors["state/rows"].boxes) == 8
     assert len(manifest.tensors["state/whole"].boxes) == 1  # replicas once
     assert all(each.tiling is not None for each in manifest.tensors.values() if each.size_bytes)
-
-
-def test_a_kept_step_of_the_former_engine_goes_on_on_fewer_devices(tmp_path):
-    """Saved after two steps on four devices, where the next two had the losses below."""
-
-    def init():
-        keys = jax.random.split(jax.random.key(0), 2)
-        draw = jax.random.normal
-        return {"up": draw(keys[0], (6, 8)), "bias": jnp.zeros(8), "down": draw(keys[1], (8, 3))}
-
-    def loss_of(params, batch):
-        hidden = jnp.tanh(batch["x"] @ params["up"] + params["bias"])
-        return jnp.mean((hidden @ params["down"] - batch["y"]) ** 2)
-
-    shutil.copytree(Path(__file__).parent / "version-1-jax", tmp_path / "run")
-    step = make_train_step(init, optax.adamw(1e-2), loss_of, create_mesh(devices=jax.devices()[:2]))
-    loaded = load_checkpoint(tmp_path / "run", step.abstract_state())
-    assert (loaded.step, loaded.world) == (2, 1)
-    state, losses, draw = loaded.state, [], np.random.default_rng(0)
-    for number in range(4):
-        batch = {"x": draw.random((8, 6), np.float32), "y": draw.random((8, 3), np.float32)}
-        if number >= 2:
-            state, loss, _ = step(state, batch)
-            losses.append(float(loss))
-    assert losses == pytest.approx([3.3783183097839355, 2.3820066452026367], rel=1e-6)
 
 
 def test_two_axes_turned_and_shapes_without_values(tmp_path):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A manifest has a rule for what is cut regularly, and what version 1 told is still read."""
+"""A manifest has a rule for what is cut regularly."""
 
 import json
 import math
@@ -17,16 +17,12 @@ from support.checkpoint_cases import (
     assert_holds,
     load_span,
     run_ranks,
-    save_spans,
     whole_box,
 )
 
 from fullshard.checkpoint import (
-    command,
-    compare,
     open_checkpoint,
     planning,
-    reshard_checkpoint,
 )
 from fullshard.checkpoint.format.envelope import unwrap, wrap
 from fullshard.checkpoint.format.manifest import (
@@ -53,9 +49,6 @@ from fullshard.checkpoint.saving import save
 from fullshard.checkpoint.shards import Piece
 from fullshard.core.boxes import Box, boxes_of_interval, intersection
 from fullshard.core.errors import CheckpointError
-
-VERSION_1 = Path(__file__).parent / "version-1"  # written by the last code that wrote it
-
 
 # -- rules ---------------------------------------------------------------------------------------
 
@@ -345,67 +338,3 @@ def test_every_bit_of_the_checksums_is_covered(good, tmp_path):
             open_checkpoint(folder).verify()
         assert caught.value.byte_range[0] <= offset < caught.value.byte_range[1]
         data[offset] ^= 1
-
-
-# -- version 1 -----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def old(tmp_path):
-    """A run of two ranks as version 1 of the format has it."""
-    run = tmp_path / "old"
-    shutil.copytree(VERSION_1, run)
-    assert (
-        (run / "step-000000000001" / MANIFEST)
-        .read_bytes()
-        .startswith(b'{"format":"fullshard-checkpoint","version":1,')
-    )
-    return run
-
-
-def test_a_checkpoint_of_version_1_is_loaded_on_any_number_of_ranks(old):
-    checkpoint = open_checkpoint(old)
-    assert_holds(checkpoint, arrays(1))
-    assert (checkpoint.step, checkpoint.extra, checkpoint.manifest.world) == (1, {"step": 1}, 2)
-    for world in (1, 2, 3):
-        parts = [load_span(checkpoint, arrays(1), rank, world) for rank in range(world)]
-        for name, (array, _) in arrays(1).items():
-            assert b"".join(bytes(part[name]) for part in parts) == array.tobytes()
-
-
-def test_commands_know_version_1(old, tmp_path, capsys):
-    assert command.main(["ls", str(old)]) == 0
-    assert "6 tensors    2 files" in capsys.readouterr().out
-    assert command.main(["verify", str(old)]) == 0
-    new = tmp_path / "new"
-    save_spans(new, arrays(1), 2, 1)
-    assert command.main(["diff", str(old), str(new)]) == 0
-    save_spans(new, arrays(2), 2, 2)
-    assert {each.tensor for each in compare(open_checkpoint(old, 1), open_checkpoint(new, 2))} > {
-        "model/embed",
-        "model/blocks.0.w",
-    }
-    reshard_checkpoint(open_checkpoint(old), tmp_path / "three", 3)
-    assert_holds(tmp_path / "three", arrays(1))
-    assert command.main(["export", str(old), str(tmp_path / "out.safetensors")]) == 0
-
-
-FORGERIES_OF_VERSION_1 = {
-    "bytes at 0 of": lambda box: box.update(start=0),
-    "are not one box's": lambda box: box.update(start=box["start"] + 4),
-    "checksums for": lambda box: box["xxh3_128"].pop(),
-    "a checksum of": lambda box: box.update(xxh3_128=[""] * len(box["xxh3_128"])),
-    "do not match their checksum": lambda box: box.update(xxh3_128=["0" * 32]),
-    "is in file 9 of 2": lambda box: box.update(file=9),
-}
-
-
-@pytest.mark.parametrize("why", FORGERIES_OF_VERSION_1)
-def test_a_manifest_of_version_1_that_lies_is_refused(old, why):
-    path = old / "step-000000000001" / MANIFEST
-    content = unwrap(path.read_bytes(), FORMAT, 1, path)
-    FORGERIES_OF_VERSION_1[why](content["tensors"]["model/embed"]["boxes"][0])
-    path.write_bytes(wrap(FORMAT, 1, content))
-    with pytest.raises(CheckpointError) as caught:
-        open_checkpoint(old).verify()
-    assert why in str(caught.value)

@@ -121,7 +121,7 @@ def write_shard(
         writer = ShardWriter(files, path, mine, metadata)
         try:
             feed(mine, writer)
-            return list(astuple(writer.finish())[:-1])
+            return list(astuple(writer.finish()))
         except BaseException:
             with contextlib.suppress(OSError):
                 writer.abandon()

@@ -196,7 +196,7 @@ class ShardReader:
     def index(self, number: int, name: str | None = None) -> FileIndex:
         """The places in file ``number``, checked; `CheckpointError` tells for which ``name``."""
         told = self._manifest.files[number]
-        index = told.index or self._indexes.get(number)
+        index = self._indexes.get(number)
         if index is None:
             file = self._opened(number, name)
             header = _part(self._files, file, 0, told.header_bytes, told.header_checksum, name)

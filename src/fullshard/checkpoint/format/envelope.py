@@ -33,7 +33,7 @@ def wrap(name: str, version: int, content: Any) -> bytes:
 
 
 def unwrap(data: bytes, name: str, version: int, path: Path) -> Any:
-    """The content of a file of format ``name``, up to ``version``. Raises `CheckpointError`."""
+    """The content of a file of that format and version. Raises `CheckpointError`."""
     head = _HEAD.match(data)
     if head is None or not data.endswith(_TAIL):
         raise _refusal(path, f"it is no {name}, or it is damaged")
@@ -43,11 +43,13 @@ def unwrap(data: bytes, name: str, version: int, path: Path) -> Any:
     if found == name and number > version:
         raise _refusal(
             path,
-            f"it has version {number} of the format and this fullshard reads up to {version}: "
+            f"it has version {number} of the format and this fullshard reads {version}: "
             "use a newer fullshard (or the file is damaged)",
         )
-    if found != name or number < 1:
-        raise _refusal(path, f"it says {found!r}, version {number}, expected {name!r}")
+    if (found, number) != (name, version):
+        raise _refusal(
+            path, f"it says {found!r}, version {number}, expected {name!r}, version {version}"
+        )
     body = memoryview(data)[head.end() : len(data) - len(_TAIL)]
     if checksum_of(body) != checksum:
         raise _refusal(path, "its checksum does not match: it is damaged")
@@ -55,12 +57,6 @@ def unwrap(data: bytes, name: str, version: int, path: Path) -> Any:
         return json.loads(bytes(body), parse_constant=_no_constant)
     except (ValueError, RecursionError) as error:
         raise _refusal(path, f"it cannot be: {error or type(error).__name__}") from error
-
-
-def version_of(data: bytes) -> int:
-    """The version of a file that `unwrap` has read."""
-    head = _HEAD.match(data)
-    return int(head[2]) if head else 0
 
 
 def _head(name: str, version: int, checksum: str) -> bytes:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The place of each box in its file, and the checksums of its chunks.
 
-A file of the present format tells both: its header has the places, and its last entry is a table of
-checksums. In version 1 the manifest told them.
+The file tells both: its header has the places, and its last entry is a table of checksums.
 """
 
 from collections.abc import Iterable

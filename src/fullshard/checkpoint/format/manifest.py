@@ -2,21 +2,20 @@
 """The manifest of a checkpoint: what is stored, in which files, and the files' checksums.
 
 `docs/checkpoint-format.md` specifies the file. Reading one trusts nothing: each number is checked
-against the others before it is used, and every bit of the file is covered by its checksum. See
-[Note: Two versions] in `stored.py`.
+against the others before it is used, and every bit of the file is covered by its checksum.
 """
 
 import math
 import re
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from itertools import product
 from pathlib import Path
 from typing import Any, TypeVar
 
-from fullshard.checkpoint.format.envelope import unwrap, version_of, wrap
-from fullshard.checkpoint.format.index import CHUNK_BYTES, FileIndex, chunk_count, entry_name
+from fullshard.checkpoint.format.envelope import unwrap, wrap
+from fullshard.checkpoint.format.index import CHUNK_BYTES
 from fullshard.checkpoint.format.stored import (
     Ancestor,
     Manifest,
@@ -94,8 +93,7 @@ def parse_manifest(data: bytes, path: Path) -> Manifest:
     """The manifest in ``data``, read from ``path``. Raises `CheckpointError` for what cannot be."""
     body = unwrap(data, FORMAT, VERSION, path)
     try:
-        parser = _Parser if version_of(data) > 1 else _ParserOfVersion1
-        return parser(body).manifest()
+        return _Parser(body).manifest()
     except (_Wrong, ConfigurationError, ValueError, RecursionError) as error:
         why = f"it cannot be: {error or type(error).__name__}"
         raise CheckpointError(f"cannot read {path}: {why}", file=str(path)) from error
@@ -160,13 +158,11 @@ class _Parser:
         if not 8 <= header <= min(size, LARGEST_HEADER_BYTES + 8):
             raise _Wrong(f"{name!r} of {size} bytes has a header of {header}")
         checksum = _checksum(told.get("header_xxh3_128"), name)
-        return StoredFile(name, size, header, checksum, *self._table(name, size - header, told))
-
-    def _table(self, name: str, data_bytes: int, told: dict[str, Any]) -> tuple[int, str]:
-        table_bytes = _number(told.get("table_bytes"), f"table of {name!r}")
-        if not 16 <= table_bytes <= data_bytes or table_bytes % 16:
-            raise _Wrong(f"{name!r} has {table_bytes} bytes of checksums")
-        return table_bytes, _checksum(told.get("table_xxh3_128"), name)
+        table = _number(told.get("table_bytes"), f"table of {name!r}")
+        if not 16 <= table <= size - header or table % 16:
+            raise _Wrong(f"{name!r} has {table} bytes of checksums")
+        table_checksum = _checksum(told.get("table_xxh3_128"), name)
+        return StoredFile(name, size, header, checksum, table, table_checksum)
 
     def _tensor(self, name: str, told: dict[str, Any]) -> StoredTensor:
         dtype = told.get("dtype")
@@ -178,7 +174,7 @@ class _Parser:
         if "slicings" in told:
             return StoredTensor(shape, dtype, (), self._tiling(name, shape, told))
         boxes = tuple(
-            self._box(name, shape, DTYPE_BYTES[dtype], each)
+            self._box(name, shape, each)
             for each in _typed(told.get("boxes"), list, f"boxes of {name!r}")
         )
         if not _tile(shape, boxes):
@@ -211,23 +207,20 @@ class _Parser:
             raise _Wrong(f"the files of {name!r} are not those of its {count} parts")
         return Tiling(tuple(slicings), tuple(runs))
 
-    def _box(self, name: str, shape: tuple[int, ...], item: int, told: Any) -> StoredBox:
+    def _box(self, name: str, shape: tuple[int, ...], told: Any) -> StoredBox:
         offsets, sizes, file = _list_of(3, told, f"a box of {name!r}")
-        return StoredBox(*self._checked_box(name, shape, offsets, sizes, file))
-
-    def _checked_box(self, name: str, shape: tuple[int, ...], *told: Any) -> tuple[Box, int]:
-        offsets = _numbers(told[0], f"offsets of {name!r}")
-        sizes = _numbers(told[1], f"sizes of {name!r}")
+        offsets = _numbers(offsets, f"offsets of {name!r}")
+        sizes = _numbers(sizes, f"sizes of {name!r}")
         fits = len(offsets) == len(sizes) == len(shape) and all(
             size > 0 and offset + size <= length
             for offset, size, length in zip(offsets, sizes, shape, strict=True)
         )
         if not fits:
             raise _Wrong(f"{name!r} of shape {shape} has a box at {offsets} of {sizes}")
-        number = _number(told[2], f"file of {name!r}")
+        number = _number(file, f"file of {name!r}")
         if number >= len(self._files):
             raise _Wrong(f"{name!r} is in file {number} of {len(self._files)}")
-        return Box(offsets, sizes), number
+        return StoredBox(Box(offsets, sizes), number)
 
     def _check_that_files_are_covered(self, tensors: Mapping[str, StoredTensor]) -> None:
         """All tensors have as many bytes as the files have; where they are, each file tells."""
@@ -235,50 +228,6 @@ class _Parser:
         told = sum(tensor.size_bytes for tensor in tensors.values())
         if held != told:
             raise _Wrong(f"the files hold {held} bytes of tensors, which have {told}")
-
-
-class _ParserOfVersion1(_Parser):
-    """Turns what version 1 told of each box into the index of its file."""
-
-    def __init__(self, body: Any):
-        super().__init__(body)
-        self._spans: dict[int, list[tuple[int, int, str, bytes]]] = defaultdict(list)
-
-    def _table(self, name: str, data_bytes: int, told: dict[str, Any]) -> tuple[int, str]:
-        return 0, ""
-
-    def _box(self, name: str, shape: tuple[int, ...], item: int, told: Any) -> StoredBox:
-        told = _typed(told, dict, f"a box of {name!r}")
-        places = (told.get(key) for key in ("offsets", "sizes", "file"))
-        box, number = self._checked_box(name, shape, *places)
-        file, start = self._files[number], _number(told.get("start"), f"start of {name!r}")
-        size_bytes = box.numel * item
-        if start < file.header_bytes or start + size_bytes > file.size_bytes:
-            raise _Wrong(f"{name!r} has {size_bytes} bytes at {start} of {file.name!r}")
-        checksums = _typed(told.get("xxh3_128"), list, f"checksums of {name!r}")
-        if len(checksums) != chunk_count(size_bytes):
-            raise _Wrong(f"{name!r} has {len(checksums)} checksums for {size_bytes} bytes")
-        table = bytes.fromhex("".join(_checksum(each, name) for each in checksums))
-        entry = entry_name(name, shape, box)
-        self._spans[number].append((start, size_bytes, entry, table))
-        return StoredBox(box, number)
-
-    def _check_that_files_are_covered(self, tensors: Mapping[str, StoredTensor]) -> None:
-        """Each byte behind a header belongs to one box: so each bit of a file is checked."""
-        for number, file in enumerate(self._files):
-            spans = sorted(self._spans[number])
-            reached = file.header_bytes
-            for start, size_bytes, _, _ in spans:
-                if start != reached:
-                    raise _Wrong(f"bytes {reached} to {start} of {file.name!r} are not one box's")
-                reached += size_bytes
-            if reached != file.size_bytes:
-                raise _Wrong(f"{file.name!r} has {file.size_bytes} bytes, its boxes {reached}")
-            places = [(name, start, size_bytes) for start, size_bytes, name, _ in spans]
-            index = FileIndex(places, b"".join(span[3] for span in spans))
-            if len(index) != len(spans):
-                raise _Wrong(f"{file.name!r} has two boxes of one name")
-            self._files[number] = replace(file, index=index)
 
 
 _MOST_DIMS = 64

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One checkpoint as its manifest tells it: files, tensors, and which is where.
 
-[Note: Two versions]
-Version 1 lists each box with its place and the checksums of its chunks. Since version 2 each file
-tells these of its own boxes, in parts that the manifest has checksums of, and a regular cut is a
-rule: a manifest grows with ranks and with tensors, not with ranks times tensors. In memory there is
-only the latter; a `FileIndex` has what a file tells, or what a manifest of version 1 told.
+Each file tells the places and checksums of its own boxes, in parts that the manifest has checksums
+of, and a regular cut is a rule: a manifest grows with ranks and with tensors, not with ranks times
+tensors.
 """
 
 import math
@@ -15,7 +13,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from fullshard.checkpoint.format.index import FileIndex
 from fullshard.checkpoint.format.tiling import Tiling, boxes_of_part, part_count, parts_meeting
 from fullshard.core.boxes import Box
 from fullshard.core.safetensors_format import DTYPE_BYTES
@@ -76,17 +73,15 @@ class StoredTensor:
 class StoredFile:
     """A safetensors file beside the manifest; ``header_bytes`` counts its length field too.
 
-    Its last ``table_bytes`` are the checksums of all chunks. ``index``: what a manifest of version
-    1 told in place of the file.
+    Its last ``table_bytes`` are the checksums of all chunks.
     """
 
     name: str
     size_bytes: int
     header_bytes: int
     header_checksum: str
-    table_bytes: int = 0
-    table_checksum: str = ""
-    index: FileIndex | None = field(default=None, compare=False, repr=False)
+    table_bytes: int
+    table_checksum: str
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from types import FrameType
+from traceback import walk_stack
 from typing import Any, TypeVar
 
 from torch import nn
@@ -175,11 +175,6 @@ _DCP_STATE_DICT = f"{_DCP}state_dict"
 
 def _asking_module() -> str:
     """Return the name of the module whose code asks for the state dict."""
-    frame: FrameType | None = sys._getframe(2)
-    name = ""
-    while frame is not None:
-        name = str(frame.f_globals.get("__name__", ""))
-        if not name.startswith(("torch.nn.", "fullshard.torch.")):  # modules ask those inside them
-            break
-        frame = frame.f_back
-    return name
+    names = (str(f.f_globals.get("__name__", "")) for f, _ in walk_stack(sys._getframe(2)))
+    inside = ("torch.nn.", "fullshard.torch.")  # modules ask those inside them
+    return next((name for name in names if not name.startswith(inside)), "")

@@ -11,7 +11,8 @@ that was loaded before is cut then.
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from types import FrameType
+from itertools import islice
+from traceback import walk_stack
 from typing import Any
 
 from torch import Tensor
@@ -136,15 +137,12 @@ def _asked_by_names() -> bool:
 
     Not when they load whole tensors, which they scatter in each rank's own order.
     """
-    frame: FrameType | None = sys._getframe(2)  # of the optimizer's own state_dict
-    asking: list[str] = []
-    for _ in range(_FRAMES):
-        if frame is None:
-            break
-        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict":
-            asking.append(frame.f_code.co_name)
-        frame = frame.f_back
-    return bool(asking) and not {"_get_optim_state_dict", "_load_optim_state_dict"} <= set(asking)
+    asking = {
+        frame.f_code.co_name
+        for frame, _ in islice(walk_stack(sys._getframe(2)), _FRAMES)  # from its own state_dict on
+        if frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
+    }
+    return bool(asking) and not {"_get_optim_state_dict", "_load_optim_state_dict"} <= asking
 
 
 def _verify_same_numbers(numbered: Mapping[Any, ShardedParameter]) -> None:

@@ -9,6 +9,8 @@ engine is looked at. (The functions themselves stay what they are: compilers kno
 import functools
 import sys
 import threading
+from itertools import islice
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -74,8 +76,7 @@ def _refuse_split_backward() -> None:
     It wants gradients of inputs alone, like anybody's penalty. In the second half the schedule asks
     for those of the module's parameters, finds none in the graph, and goes on without a word.
     """
-    frame = sys._getframe()
-    for _ in range(_FRAMES_FROM_STAGE):
+    for frame, _ in islice(walk_stack(sys._getframe()), _FRAMES_FROM_STAGE):
         if frame.f_code.co_name == _SPLIT:
             weights = frame.f_locals.get("weight_grad_fns", ())
             if any(isinstance(getattr(w, "variable", None), ShardedParameter) for w in weights):
@@ -85,9 +86,6 @@ def _refuse_split_backward() -> None:
                     "graph, which has full ones: take ScheduleGPipe, Schedule1F1B or "
                     "ScheduleInterleaved1F1B"
                 )
-        if frame.f_back is None:
-            return
-        frame = frame.f_back
 
 
 def _refuse_sharded(inputs: Any) -> None:

@@ -6,6 +6,8 @@ import functools
 import sys
 import weakref
 from collections.abc import Iterator, Sequence
+from itertools import dropwhile
+from traceback import walk_stack
 from types import FrameType
 from typing import Any
 
@@ -34,12 +36,9 @@ def is_recomputation() -> bool:
 
 def checkpointed_module() -> nn.Module | None:
     """Return the module that the innermost `checkpoint` on the stack runs; None if a function."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code.co_filename != checkpoint.__file__:
-        frame = frame.f_back
-    while frame is not None and not {"function", "fn"} & frame.f_locals.keys():
-        frame = frame.f_back
-    names = {} if frame is None else frame.f_locals
+    frames = (frame for frame, _ in walk_stack(sys._getframe()))
+    inside = dropwhile(lambda frame: frame.f_code.co_filename != checkpoint.__file__, frames)
+    names = next((f.f_locals for f in inside if {"function", "fn"} & f.f_locals.keys()), {})
     function = names.get("function", names.get("fn"))  # at first, and again
     while isinstance(function, functools.partial):
         function = function.func

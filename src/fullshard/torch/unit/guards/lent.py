@@ -2,7 +2,7 @@
 """Values that others have put in the place of a unit's parameters: lent for a call, or refused."""
 
 import sys
-from types import FrameType
+from traceback import walk_stack
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -56,12 +56,10 @@ def refuse_transform(name: str) -> NoReturn:
 
 
 def _is_lending() -> bool:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code.co_name in _LENDERS and "torch" in str(frame.f_globals.get("__name__")):
-            return True
-        frame = frame.f_back
-    return False
+    return any(
+        frame.f_code.co_name in _LENDERS and "torch" in str(frame.f_globals.get("__name__"))
+        for frame, _ in walk_stack(sys._getframe(2))
+    )
 
 
 def _described(value: Any) -> str:

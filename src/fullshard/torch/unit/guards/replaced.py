@@ -3,7 +3,7 @@
 
 import itertools
 import sys
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 from weakref import ref
 
@@ -60,12 +60,7 @@ def _computes(func: Any) -> bool:
 
 
 def _in_forward() -> bool:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        if frame.f_code is _CALL:
-            return True
-        frame = frame.f_back
-    return False
+    return any(frame.f_code is _CALL for frame, _ in walk_stack(sys._getframe(2)))
 
 
 _CALL = nn.Module._call_impl.__code__

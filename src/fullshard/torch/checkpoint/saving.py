@@ -78,10 +78,7 @@ def _on_host(comm: Comm) -> Comm:
 def comms_of(models: Sequence[nn.Module]) -> list[Comm]:
     """The communicators that join all ranks of the models: none for one process."""
     units = [managed.unit for model in models for managed in managed_units(model)]
-    found = {
-        tuple(comm for comm in (unit.ranks.gather, unit.ranks.replicas) if comm.size > 1)
-        for unit in units
-    }
+    found = {unit.ranks.joining for unit in units}
     cut_further = any(
         param.ownership.tensor_parallel is not None for unit in units for param in unit.sharded
     )

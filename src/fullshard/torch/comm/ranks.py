@@ -78,6 +78,11 @@ class Ranks:
         return DeviceMesh.from_group(mesh.get_group(mesh.ndim - 1), mesh.device_type)
 
     @property
+    def joining(self) -> tuple[Comm, ...]:
+        """The communicators of several ranks that together join all."""
+        return tuple(comm for comm in (self.gather, self.replicas) if comm.size > 1)
+
+    @property
     def size(self) -> int:
         """The number of ranks that contribute to a gradient."""
         return self.gather.size * self.replicas.size

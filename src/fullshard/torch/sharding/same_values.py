@@ -96,8 +96,7 @@ class StartingValues:
 
 
 def _comms_of(plans: Sequence[Plan]) -> list[Comm]:
-    comms = (comm for plan in plans for comm in (plan.ranks.gather, plan.ranks.replicas))
-    return [comm for comm in dict.fromkeys(comms) if comm.size > 1]
+    return list(dict.fromkeys(comm for plan in plans for comm in plan.ranks.joining))
 
 
 def _checksums(params: Iterable[nn.Parameter], device: torch.device) -> Tensor:

@@ -73,9 +73,9 @@ class _Question:
         self.to_come: dict[ManagedUnit, float] = {}  # runs that this rank will begin in it
         self.quiet = False  # nobody will want one any more
         self.ranks = (self.inside or [around])[0].unit.ranks
-        self.comms = _several(self.inside[0] if self.inside else around)
+        self.comms = (self.inside[0] if self.inside else around).unit.ranks.joining
         for managed in self.inside:
-            if _several(managed) != self.comms:
+            if managed.unit.ranks.joining != self.comms:
                 raise NotSupportedError(
                     f"optional units {self.inside[0].unit.name!r} and {managed.unit.name!r} are "
                     "sharded over different ranks, and lie directly inside the same unit, "
@@ -323,7 +323,7 @@ class OptionalUnits:
         }
         users = ", ".join(repr(managed.unit.name) for managed in self._by_users)
         marks["gradients are means over users of"] = users
-        for comm in _several(self._executor.units[0]):
+        for comm in self._executor.units[0].unit.ranks.joining:
             verify_agreement(comm, marks, torch.device("cpu"), "the units that are optional")
         self._alike = True
 
@@ -365,7 +365,7 @@ class OptionalUnits:
         """
         by_ranks: dict[tuple[Comm, ...], list[ManagedUnit]] = {}
         for managed in units:
-            by_ranks.setdefault(_several(managed), []).append(managed)
+            by_ranks.setdefault(managed.unit.ranks.joining, []).append(managed)
         uneven, self._uneven = self._uneven or bool(self._by_users), False
         may_come = False
         root = self._executor.units[0].step.call
@@ -464,11 +464,6 @@ def _enclosed(
 def _is_checkpointed(managed: ManagedUnit) -> bool:
     module = checkpointed_module()
     return module is not None and managed_unit_of(module) is managed
-
-
-def _several(managed: ManagedUnit) -> tuple[Comm, ...]:
-    ranks = managed.unit.ranks
-    return tuple(comm for comm in (ranks.gather, ranks.replicas) if comm.size > 1)
 
 
 class _Reachable(torch.autograd.Function):

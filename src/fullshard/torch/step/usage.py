@@ -29,21 +29,17 @@ def settle_usage(units: Sequence[ManagedUnit]) -> None:
 
     Raises `UsageError` on all ranks if an optimizer has stepped on some of them only.
     """
-    by_ranks: dict[tuple[Comm | None, Comm | None], list[Unit]] = {}
+    by_ranks: dict[tuple[Comm, ...], list[Unit]] = {}
     for managed in units:
         unit = managed.unit
         if unit.gradients.absent is not None:
-            gather, replicas = unit.ranks.gather, unit.ranks.replicas
-            # By the communicators of several ranks.
-            key = gather if gather.size > 1 else None, replicas if replicas.size > 1 else None
-            by_ranks.setdefault(key, []).append(unit)
+            by_ranks.setdefault(unit.ranks.joining, []).append(unit)
     for together in by_ranks.values():
         _settle(together)
 
 
 def _settle(units: list[Unit]) -> None:
-    ranks = units[0].ranks
-    comms = [comm for comm in (ranks.gather, ranks.replicas) if comm.size > 1]
+    comms = units[0].ranks.joining
     if not all(map(carries_host_memory, comms)):
         for unit in units:
             unit.gradients.settle(None)

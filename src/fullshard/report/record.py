@@ -31,11 +31,6 @@ AWAITED: Mapping[str, tuple[str, ...]] = {
 """The collectives that a wait ends: the first of them that is under way."""
 
 
-def lane_of(op: str) -> Lane:
-    """Return where an op takes time; waits for the other lanes are on that of computation."""
-    return _LANES.get(op, "compute")
-
-
 class RecordedUnit(NamedTuple):
     """A unit: the parameters in it, and its bytes in full, on this rank, and as gradients."""
 
@@ -66,8 +61,8 @@ class TimedOp(NamedTuple):
 
     @property
     def lane(self) -> Lane:
-        """See `lane_of`."""
-        return lane_of(self.op)
+        """Where the op takes time; waits for the other lanes are on that of computation."""
+        return _LANES.get(self.op, "compute")
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from statistics import median, median_low
 from fullshard.core.schedule import Event, Moment, OpKind, UnitPolicy, compile_step
 from fullshard.core.strategy import Prefetch
 from fullshard.report.measure import EXPOSED, MeasuredRun, TimedCollective, Wanted, pairs_of
-from fullshard.report.record import AWAITED, RecordedStep, TimedOp, lane_of
+from fullshard.report.record import AWAITED, RecordedStep, TimedOp
 from fullshard.report.shares import Share, parts_of
 
 
@@ -229,7 +229,7 @@ def _issues(measured: MeasuredRun) -> tuple[float, Counter[Share]]:
     inside = Counter(
         parts[bisect_right(ends, op.begin_s)].share
         for op in step.ops or ()
-        if lane_of(op.op) == "communication"
+        if op.lane == "communication"
     )
     return measured.mean_s(Wanted("issue")) / max(1, inside.total()), inside
 

@@ -152,9 +152,9 @@ def _port(job: int) -> str:
     return str(_FIRST_PORT + job % _PORTS)
 
 
-def check_nproc(nproc: int, option: str = "--nproc") -> int:
+def check_nproc(nproc: int) -> int:
     """Return ``nproc``, the number of ranks to start here; raise `ConfigurationError` if absurd."""
     if not 1 <= nproc <= _MOST_LOCAL_RANKS:
         limit = "at least 1" if nproc < 1 else f"at most {_MOST_LOCAL_RANKS}"
-        raise ConfigurationError(f"{option} must be {limit}, got {nproc}")
+        raise ConfigurationError(f"--nproc must be {limit}, got {nproc}")
     return nproc

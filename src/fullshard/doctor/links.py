@@ -262,12 +262,10 @@ def joined() -> Iterator[tuple[ProcessGroupComm, torch.device, str]]:
         cleanup()
 
 
-def measure_locally(
-    nproc: int, sizes_bytes: Sequence[int], threads: int, timeout_s: float = 180.0
-) -> Links:
+def measure_locally(nproc: int, sizes_bytes: Sequence[int], threads: int) -> Links:
     """Measure between ``nproc`` ranks started here. Raises `CommunicationError` if one fails."""
     text = run_local_ranks(
-        _measure_here, (tuple(sizes_bytes), threads), local_nproc(nproc), timeout_s
+        _measure_here, (tuple(sizes_bytes), threads), local_nproc(nproc), timeout_s=180.0
     )
     assert text is not None  # rank 0 returns it, or fails
     return Links.of_json(text)

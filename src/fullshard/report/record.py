@@ -61,7 +61,7 @@ class TimedOp(NamedTuple):
 
     @property
     def lane(self) -> Lane:
-        """Where the op takes time; waits for the other lanes are on that of computation."""
+        """The lane in which the op takes time; waits for the other lanes are on that of computation."""
         return _LANES.get(self.op, "compute")
 
 

@@ -6,6 +6,7 @@ import sys
 import warnings
 import weakref
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ class Ranks:
             return mesh[names[-1]]
         return DeviceMesh.from_group(mesh.get_group(mesh.ndim - 1), mesh.device_type)
 
-    @property
+    @cached_property
     def joining(self) -> tuple[Comm, ...]:
         """The communicators of several ranks that together join all."""
         return tuple(comm for comm in (self.gather, self.replicas) if comm.size > 1)

@@ -188,7 +188,7 @@ def test_a_script_under_slurm_that_forgets_to_clean_up(unused_port):
             "size": 2,
             "backend": "cpu:gloo,cuda:gloo",
             "ranks": [0, 1],
-            "differ": 2,
+            "heavier": True,
         }
         said = [line.split("] ", 1)[1] for line in lines[:-1]]
         alone = ["before joining", "Epoch 0", "Epoch 1"] if number == 0 else []

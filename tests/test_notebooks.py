@@ -4,6 +4,7 @@
 from pathlib import Path
 
 import pytest
+from support.limits import PROCESS_S
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
@@ -18,7 +19,7 @@ NOTEBOOKS = sorted((Path(__file__).parents[1] / "examples" / "notebooks").glob("
 def test_a_notebook_runs_and_is_stored_without_outputs(path):
     book = nbformat.read(path, as_version=4)
     assert not any(cell.get("outputs") for cell in book.cells)
-    nbclient.NotebookClient(book, timeout=240, kernel_name="python3").execute()
+    nbclient.NotebookClient(book, timeout=PROCESS_S, kernel_name="python3").execute()
     printed = [output for cell in book.cells for output in cell.get("outputs", ())]
     assert printed
     assert all(output.get("name") == "stdout" for output in printed)

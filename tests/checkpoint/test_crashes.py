@@ -25,6 +25,7 @@ from support.checkpoint_cases import (
     save_spans,
     spans_of,
 )
+from support.limits import PROCESS_S
 from support.sampling import FULL
 
 from fullshard.checkpoint import open_checkpoint, steps_in
@@ -38,7 +39,7 @@ from fullshard.core.errors import CheckpointError
 def test_killed_before_and_after_every_operation(tmp_path):
     script = Path(__file__).parents[1] / "support" / "checkpoint_crashes.py"
     command = [sys.executable, str(script), str(tmp_path), "1" if FULL else "4"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PROCESS_S, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     print(report)
@@ -138,12 +139,13 @@ def test_a_slow_disk_is_waited_for(tmp_path):
 @pytest.mark.parametrize("call", range(6))
 def test_a_rank_that_dies_in_a_collective_lets_the_other_end(tmp_path, call):
     save_spans(tmp_path, arrays(1), 2, step=1)
-    world = new_world(2, timeout_s=1.0)
+    world = new_world(2)
     calls = iter(range(100))
 
     class Dying(ThreadRanks):
         def _meet(self, plain, data):
             if next(calls) == call:
+                world["barrier"].abort()  # as a connection is closed
                 raise SystemExit
             return plain(data)
 
@@ -166,12 +168,10 @@ def test_a_rank_that_dies_in_a_collective_lets_the_other_end(tmp_path, call):
             ends[rank] = error
 
     threads = [threading.Thread(target=run, args=each) for each in ((ThreadRanks, 0), (Dying, 1))]
-    begin = time.monotonic()
     for each in threads:
         each.start()
     for each in threads:
         each.join()
-    assert time.monotonic() - begin < 15
     assert isinstance(ends[1], SystemExit)
     assert isinstance(ends[0], Exception)
     newest = open_checkpoint(tmp_path)

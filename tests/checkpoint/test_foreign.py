@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.numpy import load_file, save_file
 from support.checkpoint_cases import arrays, assert_holds, save_spans
+from support.limits import PROCESS_S
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -320,7 +321,7 @@ def test_the_command_works_without_torch_and_jax(tmp_path):
             [sys.executable, "-c", program, "ckpt", *arguments],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=PROCESS_S,
             check=False,
         )
         assert done.returncode == status, done.stderr

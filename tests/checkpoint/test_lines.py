@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 from support.checkpoint_cases import arrays, names_in, save_spans
+from support.limits import PROCESS_S
 from torch import nn
 
 from fullshard.checkpoint import (
@@ -151,7 +152,7 @@ def test_a_second_process_is_refused_by_name(tmp_path):
         str(tmp_path),
         os.path.dirname(os.path.dirname(__file__)),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PROCESS_S, check=True)
     assert f"is in use: process {os.getpid()} on " in done.stdout
     assert steps_of(tmp_path) == [1]
 
@@ -169,7 +170,7 @@ def test_a_last_save_that_fails_and_is_not_waited_for_ends_with_failure(tmp_path
     )
     done = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path)],
-        capture_output=True, text=True, timeout=120, check=False,
+        capture_output=True, text=True, timeout=PROCESS_S, check=False,
     )  # fmt: skip
     assert done.returncode == 1
     assert "step 7 was not saved" in done.stderr

@@ -24,6 +24,7 @@ from support.checkpoint_cases import (
     spans_of,
     whole_box,
 )
+from support.limits import PEERS_S
 
 from fullshard.checkpoint import (
     Background,
@@ -92,7 +93,7 @@ def test_a_rank_0_that_was_thought_dead_cannot_publish_what_was_cleaned(tmp_path
     def watch(op, number, path):
         if op == "rename" and path.name.startswith(".staging"):
             reached.set()
-            assert go.wait(20)
+            assert go.wait(PEERS_S)
 
     results = []
     thread = threading.Thread(
@@ -101,7 +102,7 @@ def test_a_rank_0_that_was_thought_dead_cannot_publish_what_was_cleaned(tmp_path
         )
     )
     thread.start()
-    assert reached.wait(20)
+    assert reached.wait(PEERS_S)
     # As another process, where the file system has no locks.
     monkeypatch.setattr("fullshard.checkpoint.runs.folder._under_way", set())
     assert save_spans(tmp_path, arrays(2), 1, step=2) == [tmp_path / "step-000000000002"]
@@ -164,7 +165,7 @@ def test_the_caller_goes_on_and_may_change_what_it_gave(tmp_path):
 
     def watch(op, number, path):
         if op == "write":
-            assert go.wait(20)
+            assert go.wait(PEERS_S)
 
     saving = in_background(tmp_path, piece, FaultyFiles(watch), blocks)
     assert not saving.done
@@ -201,14 +202,14 @@ def test_memory_stays_within_its_bound_and_the_caller_waits(tmp_path):
     def watch(op, number, path):
         if op == "write" and path.name.endswith("tensors"):
             begun.set()
-            assert go.wait(20)
+            assert go.wait(PEERS_S)
 
     returned = []
     thread = threading.Thread(
         target=lambda: returned.append(in_background(tmp_path, piece, FaultyFiles(watch), blocks))
     )
     thread.start()
-    assert begun.wait(20)
+    assert begun.wait(PEERS_S)
     time.sleep(0.1)
     assert not returned  # 100 MiB do not fit into 32
     go.set()
@@ -228,10 +229,10 @@ def test_a_second_save_does_not_touch_the_first_that_is_under_way(tmp_path):
     def watch(op, number, path):
         if op == "write" and path.name.endswith("tensors"):
             begun.set()
-            assert go.wait(20)
+            assert go.wait(PEERS_S)
 
     first = in_background(tmp_path, piece, FaultyFiles(watch), step=1)
-    assert begun.wait(20)
+    assert begun.wait(PEERS_S)
     with pytest.raises(CheckpointError, match=r"another save of this process.* wait\(\)"):
         in_background(tmp_path, piece, step=2).wait()
     go.set()

@@ -15,9 +15,7 @@ from fullshard.core.errors import ConfigurationError, NotSupportedError
 from fullshard.testing import LocalComm, LocalWorld
 from fullshard.torch import (
     CommunicationCompression,
-    CPUOffloadPolicy,
     FullyShardedDataParallel,
-    MixedPrecisionPolicy,
     ShardedGradScaler,
     ShardingStrategy,
     fully_shard,
@@ -249,26 +247,6 @@ def test_shards_stay_exact_and_forwards_use_rounded_ones(gather):
     exact = plain(inputs_of(0)).detach()
     assert not torch.equal(found[0], exact)
     torch.testing.assert_close(found[0], exact, rtol=0.05, atol=0.05)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"reshard_after_forward": 2},
-        {"reshard_after_forward": False},
-        {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)},
-        {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)},
-        {"offload_policy": CPUOffloadPolicy()},
-    ],
-    ids=str,
-)
-def test_modes_go_with_it(options):
-    def run(compression):
-        return LocalWorld(4).run(lambda comm: train(comm, compression, **options))
-
-    for (losses, _), (exact_losses, _) in zip(run(INT8), run(None), strict=True):
-        assert losses != exact_losses
-        assert losses == pytest.approx(exact_losses, rel=0.05)
 
 
 def test_hybrid_sharding_compresses_within_the_group():

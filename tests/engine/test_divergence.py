@@ -342,7 +342,9 @@ def test_ranks_of_a_subgroup_are_named_by_their_numbers_in_the_world():
 def test_a_subgroup_derives_communicators_alone(world):
     """Ranks 0 and 1, and 2 and 3, which know different numbers of groups."""
     rank = dist.get_rank(world)
-    pairs = [dist.new_group(each, timeout=timedelta(seconds=7)) for each in ([0, 1], [2, 3])]
+    pairs = [
+        dist.new_group(each, timeout=timedelta(seconds=PEERS_S + 7)) for each in ([0, 1], [2, 3])
+    ]
     more = [dist.new_group([0], use_local_synchronization=True)] if rank == 0 else []
     comm = ProcessGroupComm(pairs[rank // 2])
     derived = [comm.duplicate(), comm.duplicate(), comm.block(1), ProcessGroupComm(world).block(2)]
@@ -352,8 +354,8 @@ def test_a_subgroup_derives_communicators_alone(world):
         each.all_reduce([value]).wait()
         found.append((each.members, each.rank, value.item(), timeout_s_of(each.group)))
     pair = (0, 1) if rank < 2 else (2, 3)
-    both = (pair, rank % 2, float(sum(pair)), 7.0)
-    alone = ((rank,), 0, float(rank), 7.0)
+    both = (pair, rank % 2, float(sum(pair)), PEERS_S + 7)
+    alone = ((rank,), 0, float(rank), PEERS_S + 7)
     assert found == [both, both, alone, (*both[:3], TIMEOUT.total_seconds())]
     assert len({each.group.group_name for each in (comm, *derived)}) == 5
     for group in [each.group for each in derived] + more + pairs[rank // 2 :][:1]:
@@ -382,6 +384,8 @@ def test_overlapping_exchanges_keep_apart(group):
 def test_a_collective_that_a_device_does_not_complete_is_printed_once(group):
     comm = ProcessGroupComm(group)
     comm.all_reduce([torch.ones(1)], label="all-reduce of unit 'a'").wait()
+    comm.witness.watchdog.publish()  # before rank 0 looks
+    dist.barrier(group)
     if comm.rank > 0:
         dist.barrier(group)
         return

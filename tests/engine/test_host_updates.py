@@ -72,7 +72,7 @@ def test_what_has_not_arrived_comes_after_what_has():
     blocked = Blocked(7, late=(1, 2, 5, 6))
     blocked.goes_on.set()
     until(lambda: blocked.made == [0, 4, 3])
-    for copy in blocked.late:
+    for copy in reversed(blocked.late):  # the thread sleeps until the first of them is done
         copy.done = True
     for wait in blocked.waits:
         wait()

@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 from support.collectives import collectives
+from support.limits import PEERS_S
 from support.threads import on_ranks
 from support.world import on_processes
 
@@ -75,14 +76,16 @@ def test_one_ranks_failure_reaches_those_who_wait():
 
 
 def test_a_rank_that_never_comes_is_named():
-    given_up = threading.Event()
+    given_up, both_sent = threading.Event(), threading.Barrier(2)
 
     def body(comm):
         if comm.rank == 2:
             given_up.wait()
             return
         try:
-            comm.all_reduce([torch.zeros(1)]).wait()
+            work = comm.all_reduce([torch.zeros(1)])
+            both_sent.wait(PEERS_S)  # or one of them is late, too
+            work.wait()
         finally:
             given_up.set()
 

@@ -310,47 +310,6 @@ def test_setters(sharded):
 # ---- requires_grad changed between steps --------------------------------------------------------
 
 
-def freeze_and_thaw(model, number):
-    """Half of the model is frozen when it is sharded; then this, step by step."""
-    if number == 1:
-        model.blocks[0].requires_grad_(True)
-    if number == 2:
-        model.blocks[1].mlp.requires_grad_(False)
-        model.head.requires_grad_(True)
-    if number == 3:
-        model.blocks[1].mlp.requires_grad_(True)
-
-
-@pytest.mark.parametrize("door", [wrapper, function])
-def test_requires_grad_changed_between_steps(door):
-    def half_frozen():
-        model = build()
-        model.blocks[0].requires_grad_(False)
-        model.head.requires_grad_(False)
-        return model
-
-    def train_some(model, rank, size):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        for number, (inputs, targets) in enumerate(make_batches("gpt", 4, 2 * size)):
-            freeze_and_thaw(model, number)
-            part = slice(2 * rank, 2 * rank + 2) if rank is not None else slice(None)
-            loss_of(model(inputs[part]), targets[part]).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    expected = half_frozen()
-    train_some(expected, None, 3)
-
-    def body(comm):
-        model = door(comm, half_frozen())
-        train_some(model, comm.rank, comm.size)
-        assert not any(p.grad is not None for p in model.parameters())
-        return params_of(model)
-
-    for found in LocalWorld(3).run(body):
-        torch.testing.assert_close(found, params_of(expected), rtol=0, atol=1e-9)
-
-
 @pytest.mark.parametrize(
     "setter", ["set_requires_gradient_sync", "set_requires_all_reduce"], ids=["full", "sums"]
 )

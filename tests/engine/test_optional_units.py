@@ -34,7 +34,6 @@ from torch.utils.checkpoint import checkpoint
 from fullshard.core.errors import ConfigurationError, UsageError
 from fullshard.testing import LocalComm, LocalWorld
 from fullshard.torch import (
-    CommunicationCompression,
     CPUOffloadPolicy,
     fully_shard,
     mark_optional,
@@ -70,51 +69,6 @@ MODES = {
 @pytest.mark.parametrize("mode", MODES)
 def test_modes_with_optional_parts(mode):
     check(4, [[patterns(4, 0, most=2)]], MODES[mode])
-
-
-class Weighing(Model):
-    """Runs all parts, or those marked that count, and lets each count as often as it is used."""
-
-    def __init__(self, marked):
-        super().__init__()
-        self.marked = marked
-        self.float()
-
-    def forward(self, text, used):
-        x = self.embed(text)
-        for name, block in zip(PARTS, [*self.blocks, nn.Identity()], strict=True):
-            if used[name] or not self.marked:
-                seen = torch.cat([text, text[:, :2]], dim=1)
-                x = x + float(used[name]) * getattr(self, name)(seen)
-            x = torch.tanh(block(x))
-        return x
-
-
-@pytest.mark.long
-def test_compressed_gradients_are_those_of_ranks_that_run_everything():
-    """To the bit, rounding errors of earlier steps included; in each step some rank runs a part."""
-    compression = CommunicationCompression("int8", "int8", error_feedback=True)
-    steps = [
-        {name: {(step + k) % 3, step % 2} for k, name in enumerate(PARTS)} for step in range(6)
-    ]
-
-    def body(comm, marked):
-        model, history = Weighing(marked), []
-        for unit in (*model.eye.children(), model.eye, model.ear, model.hand, *model.blocks, model):
-            fully_shard(unit, mesh=comm, compression=compression)
-        if marked:
-            mark_optional(model.eye, model.ear, model.hand)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for number, ranks in enumerate(steps):
-            used = {name: int(comm.rank in ranks[name]) for name in PARTS}
-            model(texts(3, number)[comm.rank].float(), used).square().mean().backward()
-            history.append(update(model, optimizer))
-        return history
-
-    marked, plain = (LocalWorld(3).run(lambda comm, m=m: body(comm, m)) for m in (True, False))
-    for mine, expected in zip(marked, plain, strict=True):
-        for grads, others in zip(mine, expected, strict=True):
-            assert {n for n in grads if not torch.equal(grads[n], others[n])} == set()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from support.beside import grads_of, params_of, shard
 from support.models import seeded
-from support.optional_parts import of_one_process, patterns, sharded, texts, update
 from support.stack import LAYERS, WIDTH, Stack, shard_stack
 from support.threads import on_ranks
 from torch import nn
@@ -24,7 +23,6 @@ from torch.distributed.pipelining._backward import stage_backward_input
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti
 
 from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageError
-from fullshard.testing import LocalWorld
 from fullshard.torch import fully_shard, reduce_once, tracing
 from fullshard.torch.comm.protocol import SoloComm
 
@@ -164,27 +162,6 @@ def test_what_waits_is_reduced_when_asked_for(comm):
         model.synchronize_gradients()
     assert not [record.op for record in trace]
     torch.testing.assert_close(grads_of(model), grads_of(expected))
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_what_waits_of_parts_that_only_some_ranks_run(seed):
-    steps = [[patterns(3, 10 * seed + 3 * step + batch) for batch in range(2)] for step in range(2)]
-
-    def body(comm):
-        model = sharded(comm, "function")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        model.set_requires_gradient_sync(False)
-        history = []
-        for number, micro_batches in enumerate(steps):
-            for batch, used in enumerate(micro_batches):
-                inputs = texts(3, 10 * number + batch)[comm.rank]
-                model(inputs, used[comm.rank]).square().mean().backward()
-            model.synchronize_gradients()
-            history.append(update(model, optimizer))
-        return history
-
-    for history in LocalWorld(3).run(body):
-        torch.testing.assert_close(history, of_one_process(3, steps), rtol=0, atol=1e-12)
 
 
 @on_ranks(2)

@@ -118,10 +118,10 @@ def test_what_one_rank_calls_alone_is_told_and_training_goes_on(gloo_world):
         first, others, *_, last = text.splitlines()
         assert first == f"rank 0 calls {what}, which all of ranks [0, 1, 2] must call; but"
         assert re.match(
-            r"  ranks? \S+: in gather of unit 'blocks.0'(?: of model \d+)? for \d\.\d s$", others
+            r"  ranks? \S+: in gather of unit 'blocks.0'(?: of model \d+)? for \d+\.\d s$", others
         )
         assert "on every rank" in last
-        assert waited_s < 3
+        assert waited_s < PEERS_S / 2
     assert "torch.distributed.checkpoint.save" in told[0][0]  # of what fully_shard hands out
     assert [each[0] for each in (*mishaps[1:], *without)] == [[]] * 5
     for (_, weights), (_, wanted) in zip(mishaps, without, strict=True):
@@ -196,8 +196,8 @@ def test_ranks_of_another_group_need_not_come_and_several_rolls_are_called_at_on
 def test_nothing_stays_in_the_store(group):
     comm, store = ProcessGroupComm(group), c10d._get_default_store()
     attempt(comm)
+    comm.witness.watchdog.publish()  # what a rank is doing stays there, under one key
     dist.barrier(group)
-    time.sleep(0.1)
     before = store.num_keys()
     dist.barrier(group)
     for number in range(20):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from support import beside
 from support.beside import DOORS, grads_of, whole
-from support.models import CASES, GPT, Block, Made, loss_of, make, make_batches, seeded
+from support.models import GPT, Block, Made, loss_of, make, make_batches, seeded
 from support.stack import WIDTH, Stack, shard_stack, step
 from support.threads import on_ranks
 from support.training import shard
@@ -221,48 +221,6 @@ def assert_equal_gradients(found, expected):
 def run_sharded(name, body, world=2, **how):
     """The same data on every rank, so that the average over ranks is one process's gradient."""
     return LocalWorld(world).run(lambda comm: body(shard(make(name), name, comm, **how)))
-
-
-@pytest.mark.parametrize(
-    ("door", "strategy"),
-    [
-        ("wrapper", "FULL_SHARD"),
-        ("wrapper", "SHARD_GRAD_OP"),
-        ("wrapper", "NO_SHARD"),
-        ("function", "FULL_SHARD"),
-        ("function", "SHARD_GRAD_OP"),
-    ],
-)
-@pytest.mark.parametrize("name", ["gpt", "nested", "twice", "odd"])
-def test_accumulation_without_communication(name, strategy, door):
-    batches = make_batches(name, 3, 2)
-
-    def body(comm):
-        counts = Counter()
-        model = shard(make(name), name, CountingComm(comm, counts), strategy=strategy, door=door)
-        for _ in range(2):
-            model.zero_grad()
-            counts.clear()
-            context = model.no_sync() if door == "wrapper" else nullcontext()
-            with context:
-                for inputs, targets in batches[:2]:
-                    if door == "function":
-                        model.set_requires_gradient_sync(False)
-                    loss_of(model(inputs), targets).backward()
-            assert counts["reduce_scatter"] + counts["all_reduce"] == 0
-            assert all(p.grad is None for p in model.parameters())
-            if door == "function":
-                model.set_requires_gradient_sync(True)
-            loss_of(model(batches[2][0]), batches[2][1]).backward()
-        reduces = counts["reduce_scatter"] + counts["all_reduce"]
-        held = managed_unit_of(model).unit.transient_bytes
-        return gradients(model), reduces, held
-
-    expected = plain_gradients(name, batches)
-    for found, reduces, held in LocalWorld(2).run(body):
-        assert_equal_gradients(found, expected)
-        assert reduces == len(CASES[name].units) + 1
-        assert held == 0
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

@@ -10,6 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 from support import jax_process, xla
+from support.limits import PROCESS_S
 
 from fullshard.jax import create_mesh
 
@@ -28,7 +29,7 @@ def start(devices, run, **environ):
 
 
 def result(process):
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=PROCESS_S)
     assert process.returncode == 0, err
     return json.loads(out.rpartition("result ")[2])
 

@@ -258,44 +258,6 @@ def test_accumulation_clipping_and_a_matrix_without_a_gradient(door, monkeypatch
         assert_equal_in_float64(values, expected)
 
 
-def by_name(optimizers):
-    return dict(zip(("muon", "adamw"), optimizers, strict=True))
-
-
-@pytest.mark.long
-def test_state_goes_on_from_state_dicts_and_checkpoints(tmp_path):
-    def run(comm, how=None):
-        model, optimizers = made(comm, "wrapper")
-        train(model, optimizers, comm.rank, steps=range(2))
-        if how == "state dict":
-            saved = copy.deepcopy(optimizers[0].state_dict())
-            optimizers[0].state.clear()
-            optimizers[0].load_state_dict(saved)
-            assert len(optimizers[0].state_dict()["state"]) == 9  # before the next step, too
-        if how is not None and how != "state dict":
-            fs.save_checkpoint(how, model, by_name(optimizers), step=2)
-            train(model, optimizers, comm.rank, steps=range(2, 3))  # what is left of it must go
-            fs.load_checkpoint(how, model, by_name(optimizers))
-        train(model, optimizers, comm.rank, steps=range(2, 4))
-        return full(model)
-
-    def resumed(comm):
-        model, optimizers = made(comm, "wrapper")
-        fs.load_checkpoint(tmp_path / "3", model, by_name(optimizers))
-        return [
-            optimizers[0].state_dict()["state"][n]["momentum_buffer"].full_tensor()
-            for n in range(9)
-        ]
-
-    expected = LocalWorld(3).run(run)[0]
-    for how in ("state dict", tmp_path / "3"):
-        values = LocalWorld(3).run(lambda comm, how=how: run(comm, how))[0]
-        for name, value in values.items():
-            assert torch.equal(value, expected[name]), (how, name)
-    first = LocalWorld(1).run(resumed)[0]
-    assert all(map(torch.equal, LocalWorld(5).run(resumed)[0], first))
-
-
 def test_adafactor_steps_vectors_beside_matrices_on_more_ranks_than_there_are():
     def net():
         torch.manual_seed(0)

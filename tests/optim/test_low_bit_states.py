@@ -192,45 +192,6 @@ def one_process(path):
 @KINDS
 @ALIGNED
 @pytest.mark.usefixtures("_listed")
-def test_state_dicts_are_those_of_one_process_and_load_on_any_number_of_ranks(path, align):
-    kind, model, optimizer, later = one_process(path)
-    saved, expected = optimizer.state_dict(), numbered(optimizer)
-
-    def body(comm):
-        ours, optimizer = made(comm, kind, align)
-        ours.load_state_dict(model.state_dict())
-        optimizer.load_state_dict(copied(saved))
-        told = copied(optimizer.state_dict())
-        go_on(ours, optimizer, comm.rank == 0)
-        again = optimizer.state_dict()
-        state = numbered(optimizer)
-        optimizer.load_state_dict(again)
-        return (
-            {
-                (n, k): inner(v)
-                for n, of in told["state"].items()
-                for k, v in of.items()
-                if k in kept
-            },
-            state,
-            {name: param.full_tensor() for name, param in ours.named_parameters()},
-        )
-
-    kept = {key for _, key in expected}
-    for world in (1, 2, 3, 5):
-        results = LocalWorld(world).run(body)
-        for told, state, values in results:
-            for key, parts in expected.items():
-                assert all(map(torch.equal, told[key], parts)), (world, key)
-                assert all(map(torch.equal, state[key], results[0][1][key])), (world, key)
-            for name, value in later.named_parameters():
-                if value.dim() == 2:
-                    assert torch.equal(values[name], value), (world, name)
-
-
-@KINDS
-@ALIGNED
-@pytest.mark.usefixtures("_listed")
 def test_checkpoints_load_on_other_numbers_of_ranks_and_in_one_process(path, align, tmp_path):
     kind, _, optimizer, later = one_process(path)
     expected = numbered(optimizer)

@@ -5,7 +5,6 @@ import copy
 
 import pytest
 import torch
-from support.beside import grid
 from support.owned_matrices import (
     DOORS,
     TEMPLATE,
@@ -18,7 +17,6 @@ from support.owned_matrices import (
     muon_and_adamw,
     sharded,
     train,
-    wrapped,
 )
 from support.threads import on_ranks
 from torch import nn
@@ -91,74 +89,6 @@ def test_optimizers_that_look_beyond_a_matrix_are_refused():
             optimizer.step()
 
     LocalWorld(2).run(body)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("align", ["matrix", "row", "element"])
-@pytest.mark.parametrize("door", DOORS)
-def test_hybrid_ranks_and_accumulation(door, align):
-    options = (
-        {} if door == "fully_shard" else {"sharding_strategy": fs.ShardingStrategy.HYBRID_SHARD}
-    )
-
-    def body(comm):
-        model = DOORS[door](grid(comm, 2), align=align, **options)
-        optimizers = muon_and_adamw(model, lambda name: name.replace(WRAPPED, ""))
-        if align != "matrix":
-            fs.exchange_matrices(optimizers[0])
-        train(model, optimizers, comm.rank, parts=2)
-        return full(model)
-
-    expected = alone(4, parts=2, row=2)
-    for values in LocalWorld(4).run(body):
-        assert_equal(values, expected)
-
-
-@pytest.mark.long
-def test_state_dicts_are_those_of_one_process_and_load_on_any_number_of_ranks():
-    model = copy.deepcopy(TEMPLATE)
-    optimizers = muon_and_adamw(model)
-    alone(2, steps=3, model=model, optimizers=optimizers)
-    buffers = [
-        optimizers[0].state[p]["momentum_buffer"] for p in optimizers[0].param_groups[0]["params"]
-    ]
-
-    def save(comm):
-        model = sharded(comm)
-        optimizers = muon_and_adamw(model)
-        train(model, optimizers, comm.rank, steps=range(3))
-        states = [optimizer.state_dict()["state"] for optimizer in optimizers]
-        return full(model), [
-            {n: {k: v.full_tensor() if hasattr(v, "full_tensor") else v for k, v in each.items()}
-             for n, each in state.items()}
-            for state in states
-        ]  # fmt: skip
-
-    saved = LocalWorld(2).run(save)[0]
-    values, states = saved
-    assert sorted(states[0]) == list(range(9))
-    for number, buffer in enumerate(buffers):
-        assert torch.equal(states[0][number]["momentum_buffer"], buffer)
-
-    def go_on(comm):
-        model = sharded(comm)
-        model.load_state_dict(values)
-        optimizers = muon_and_adamw(model)
-        for optimizer, state in zip(optimizers, copy.deepcopy(states), strict=True):
-            optimizer.load_state_dict({**optimizer.state_dict(), "state": state})
-        tokens = batch(9, 0)
-        for _ in range(2):
-            loss_of(model, tokens).backward()
-            grads = {n: p.grad.full_tensor() for n, p in model.named_parameters()}
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-        return full(model), grads
-
-    (alone_values, _) = LocalWorld(1).run(go_on)[0]
-    for world in (2, 4):
-        for got, _ in LocalWorld(world).run(go_on):
-            assert_equal(got, alone_values)
 
 
 def test_a_step_that_fails_leaves_the_optimizer_as_it_was():
@@ -312,38 +242,6 @@ def test_what_is_not_among_matrices_dealt_out_together_is_dealt_out_behind_them(
         ))  # fmt: skip
 
     assert LocalWorld(2).run(body) == [3, 3]
-
-
-LAYOUTS = [(sharded, "matrix"), (sharded, "row"), (wrapped, "matrix"), (wrapped, "element")]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("saved", [LAYOUTS[0], LAYOUTS[3]])
-def test_checkpoints_go_between_matrices_rows_and_elements(saved, tmp_path):
-    """A step behind loading is that of one process, so what was loaded is whole and in place."""
-
-    def make(comm, door, align):
-        model = door(comm, align=align)
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-    def save(comm):
-        model, optimizer = make(comm, *saved)
-        train(model, [optimizer], comm.rank, steps=range(2))
-        fs.save_checkpoint(tmp_path, model, optimizer, step=2)
-
-    def go_on(comm, door, align):
-        model, optimizer = make(comm, door, align)
-        fs.load_checkpoint(tmp_path, model, optimizer)
-        loss_of(model, batch(9, 0)).backward()
-        optimizer.step()
-        return full(model)
-
-    LocalWorld(3).run(save)
-    expected = LocalWorld(1).run(lambda comm: go_on(comm, *saved))[0]
-    for world, (door, align) in zip((2, 5, 4, 3), LAYOUTS, strict=True):
-        for values in LocalWorld(world).run(lambda c, d=door, a=align: go_on(c, d, a)):
-            for name, value in values.items():
-                torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("door", DOORS)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.limits import PROCESS_S
 
 from fullshard.core.errors import ConfigurationError
 from fullshard.core.strategy import ShardingStrategy
@@ -144,7 +145,11 @@ def test_the_benchmark_takes_any_file_in_these_formats(tmp_path):
     few.write_text("".join(PUBLISHED.read_text().splitlines(keepends=True)[:6]))
     script = ROOT / "benchmarks/plan_accuracy.py"
     done = subprocess.run(
-        [sys.executable, script, few], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, script, few],
+        capture_output=True,
+        text=True,
+        timeout=PROCESS_S,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     last = done.stdout.splitlines()[-1]
@@ -343,6 +348,8 @@ def test_rows_that_cannot_be_predicted_or_be_records_do_not_end_the_benchmark(tm
     script = ROOT / "benchmarks/plan_accuracy.py"
     for more in ((), ("--record",)):
         command = [sys.executable, script, odd, *more]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=PROCESS_S, check=False
+        )
         assert done.returncode == 0, done.stderr
         assert "no matrix units for float8" in done.stdout

@@ -18,7 +18,6 @@ from fullshard.plan import (
     Recompute,
     Run,
     SearchSpace,
-    Wrap,
     cluster_of,
     named_device,
     predict,
@@ -31,7 +30,6 @@ from fullshard.plan.model.shape import NAMINGS, Experts, Shape
 from fullshard.plan.model.work import Pricer
 from fullshard.plan.step.prices import Group, exchange_s, operation_s
 from fullshard.plan.step.script import write_script
-from fullshard.plan.step.units import units_of
 
 SHAPE = Shape(
     3,
@@ -81,24 +79,6 @@ def exchanged(model, run):
     operations = [each for call in model.calls(run) for each in call.operations]
     travel = [each for each in operations if each.kind is Kind.EXCHANGE]
     return sum(each.forward.bytes + each.backward.bytes for each in travel)
-
-
-@pytest.mark.parametrize("wrap", Wrap)
-def test_a_rank_keeps_as_much_and_gathers_less(wrap):
-    model = named_model("mixtral-8x7b")
-    cluster = cluster_of(H100, 64)
-    resting, full = [], []
-    for degree in (1, 2, 8):
-        run = Run(wrap=wrap, expert_parallel=degree, sequence=4096)
-        found = predict(model, run, cluster)
-        units = units_of(model, run, cluster)
-        resting.append(found.memory.resting_bytes)
-        full.append(sum(unit.cost.full_bytes for unit in units))
-        assert found.step_s > 0
-    assert resting == pytest.approx([resting[0]] * 3, rel=1e-3)
-    experts = 32 * 8 * 3 * 4096 * 14_336 * 2
-    assert full[0] - full[1] == pytest.approx(experts / 2, rel=1e-3)
-    assert full[0] - full[2] == pytest.approx(experts * 7 / 8, rel=1e-3)
 
 
 def test_what_arrives_at_the_fullest_rank_takes_memory_and_time():

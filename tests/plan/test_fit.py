@@ -140,9 +140,9 @@ def test_another_program_widens_each_end_by_as_much_as_left_out_sources_need(fit
     assert fit.program_of([[far._replace(log=9.0)] * 9], 0.05) == (0.0, 1.0)  # nothing is enough
 
 
-def test_a_row_counts_less_that_says_less(fit, others):
-    told = next(each for each in others if each.row.group == "TK")
-    untold = next(each for each in others if each.row.group == "MT")
+def test_a_row_counts_less_that_says_less(fit):
+    read = {row.group: row for file in other_files() for row in fit.read_rows(file)}
+    told, untold = (fit.Scripted.of(read[group]) for group in ("TK", "MT"))
     assert fit.NOISE < told.noise < untold.noise
     assert set(fit.counted([told] * 60)) == {0.5}
     assert set(fit.counted([told])) == {1.0}

@@ -5,26 +5,23 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support.models import seeded
-from support.planned_engine import DEVICE, LINK, as_among_threads
+from support.planned_engine import DEVICE, LINK
 from support.planned_trace import planned_trace
 from support.sampling import few
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fullshard.core.presets import Transformer
 from fullshard.core.schedule import Op
 from fullshard.core.strategy import Precision, Prefetch, ShardingStrategy
 from fullshard.plan.cluster.cluster import Cluster
-from fullshard.plan.memory import resting_memory
 from fullshard.plan.model.decoder import Decoder
 from fullshard.plan.model.shape import shape_of
 from fullshard.plan.run import Recompute, Run, Wrap
 from fullshard.plan.step.script import write_script
 from fullshard.plan.step.units import unit_paths
 from fullshard.testing import LocalWorld
-from fullshard.torch import FullyShardedDataParallel, resting_bytes, tracing
+from fullshard.torch import FullyShardedDataParallel, tracing
 from fullshard.torch.step.tracker import ensure_tracker
 from fullshard.train.torch.models import GPT
 
@@ -106,63 +103,3 @@ def test_the_ops_of_a_preset_are_those_of_the_engine(case):
     for found in LocalWorld(world).run(lambda comm: engine_trace(comm, shape, run, paths)):
         assert [each[:2] for each in found if each[0] != "fill"] == planned
     assert len(planned) == sum(each.op != "fill" for each in planned_trace(script, run, cluster))
-
-
-class Adapted(nn.Module):
-    """A linear layer whose weight is frozen, beside two small ones that are trained."""
-
-    def __init__(self, layer, rank):
-        super().__init__()
-        self.weight = nn.Parameter(layer.weight.detach(), requires_grad=False)
-        out, into = layer.weight.shape
-        self.lora_A = nn.Linear(into, rank, bias=False)
-        self.lora_B = nn.Linear(rank, out, bias=False)
-
-    def forward(self, x):
-        return F.linear(x, self.weight) + self.lora_B(self.lora_A(x))
-
-
-def adapted(shape, rank):
-    model = GPT(shape).requires_grad_(False)
-    for module in list(model.blocks.modules()):
-        for name, child in module.named_children():
-            if isinstance(child, nn.Linear):
-                setattr(module, name, Adapted(child, rank))
-    return model
-
-
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
-def test_adapters_in_a_preset_are_planned_to_the_byte(strategy):
-    run = Run(strategy=ShardingStrategy[strategy], precision=Precision(), lora_rank=2)
-    model, world = Decoder("preset", shape_of(SHAPE)), 3
-    cluster = Cluster(DEVICE, world, world, LINK, LINK)
-    script = as_among_threads(write_script(model, run, cluster))
-    planned = [(each.op, each.unit) for each in planned_trace(script, run, cluster)]
-
-    def body(comm):
-        plain = seeded(lambda: adapted(SHAPE, 2))
-        blocks = set(plain.blocks)
-        wrapped = FullyShardedDataParallel(
-            plain,
-            comm,
-            run.strategy,
-            auto_wrap_policy=lambda module, recurse, **_: recurse or module in blocks,
-        )
-        optimizer = torch.optim.AdamW(p for p in wrapped.parameters() if p.requires_grad)
-        for number in range(3):
-            optimizer.zero_grad()
-            with tracing(wrapped) as trace:
-                wrapped(torch.zeros(1, 4, dtype=torch.long)).square().mean().backward()
-            if number < 2:
-                optimizer.step()
-        rest = resting_bytes(wrapped, optimizer)
-        state = rest.parameters_bytes, rest.gradients_bytes, rest.optimizer_bytes
-        return [(each.op, each.unit) for each in trace], trace.peak_bytes, state
-
-    peak = planned_trace(script, run, cluster).peak_bytes
-    for rank, (ops, peak_bytes, state) in enumerate(LocalWorld(world).run(body)):
-        resting = resting_memory(script.units, run, rank=rank, cpu=True)
-        assert ops == planned
-        assert peak_bytes == peak
-        kept = resting.parameters_bytes, resting.gradients_bytes, resting.optimizer_bytes
-        assert state == kept

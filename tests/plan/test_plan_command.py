@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.golden import check_golden
+from support.limits import PROCESS_S
 
 pytest.importorskip("rich")
 
@@ -162,5 +163,5 @@ def test_planning_loads_no_framework():
         "main(['plan', 'gpt2-124m', '--devices', '8', '--json']); "
         "assert not {'torch', 'jax', 'numpy'} & set(sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=PROCESS_S)
     assert done.returncode == 0, done.stderr.decode()

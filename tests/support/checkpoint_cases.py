@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy
+from support.limits import PEERS_S
 
 from fullshard.checkpoint.background import Saving
 from fullshard.checkpoint.files import Files
@@ -80,8 +81,8 @@ class ThreadRanks:
         return copy
 
 
-def new_world(size, timeout_s=20):
-    return {"slots": [None] * size, "barrier": threading.Barrier(size, timeout=timeout_s)}
+def new_world(size):
+    return {"slots": [None] * size, "barrier": threading.Barrier(size, timeout=PEERS_S)}
 
 
 def run_ranks(size, work):

@@ -29,8 +29,8 @@ from fullshard.checkpoint.runs.folder import LOCK
 from fullshard.checkpoint.saving import save
 
 WORLD = 2
-TIMEOUT_S = 5.0  # of the ranks; no rank may live longer than a few of these
-PATIENCE_S = 30.0
+TIMEOUT_S = 20.0  # of the ranks; no rank may live longer than a few of these
+PATIENCE_S = 75.0
 
 
 class SocketRanks:

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import gc
 import os
+import random
 import re
 import socket
 import threading
@@ -16,17 +17,19 @@ import torch
 from hypothesis import settings
 from support import threads, xla
 from support.layouts import choose_defaults
+from support.limits import PROCESS_S
 from support.sampling import FAST, is_changed, sample
 from support.world import World, call_in_environment, ranks_context
 
 from fullshard import local_ranks
-from fullshard.testing import LocalComm
+from fullshard.testing import LocalComm, LocalWorld
 
 # Read when JAX first looks for devices: eight of them are simulated on the CPU.
 os.environ.setdefault("XLA_FLAGS", xla.flags(8))
 
 choose_defaults()
 threads.stay_on_one_core()
+LocalWorld.__init__.__kwdefaults__["timeout_s"] = PROCESS_S  # another rank may be compiling
 
 examples = 40 if FAST else 100
 settings.register_profile("fullshard", deadline=None, derandomize=True, max_examples=examples)
@@ -127,9 +130,12 @@ def forked_local_ranks(monkeypatch):
 
 @pytest.fixture
 def unused_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """One below those that are given to whoever asks for any, as other tests do meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @pytest.fixture

@@ -61,7 +61,7 @@ class TimedOp(NamedTuple):
 
     @property
     def lane(self) -> Lane:
-        """The lane in which the op takes time; waits for the other lanes are on that of computation."""
+        """The lane that the op takes time in; that of computation if it waits for another."""
         return _LANES.get(self.op, "compute")
 
 

@@ -237,4 +237,5 @@ def test_a_trained_parameter_of_two_inner_tensors_is_refused():
         LocalWorld(1).run(body)
 
     refused(Pair, r"Pair has fsdp_pre_all_gather.*requires_grad_")
+    refused(Hooked, r"Hooked has fsdp_pre_all_gather.*scale \(4, 1\).*requires_grad_")
     refused(Rows8, r"'weight' is trained and a Rows8, .*\(codes, scale\).*requires_grad_")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fullshard.core.errors import NotSupportedError, UnshardedOperationError
 from fullshard.core.layout import ALIGN_NUMEL, Span
 from fullshard.testing import LocalComm, LocalWorld
+from fullshard.torch import fully_shard
 from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import ShardedParameter
 from fullshard.torch.tensor.reductions import GlobalScalar
@@ -111,6 +112,29 @@ def test_reading_gradients_and_data():
         return param.requires_grad
 
     assert LocalWorld(2).run(body) == [False, False]
+
+
+@on_ranks(3)
+def test_data_that_was_read_keeps_its_values(comm):
+    """As averages of weights are tried: the weights are kept aside and put back afterwards."""
+    full, average = torch.arange(60.0).view(5, 12), torch.ones(5, 12)
+    layer = nn.Linear(12, 5, bias=False)
+    nn.init.zeros_(layer.weight)
+    for param in (one(comm, full), fully_shard(layer, mesh=comm).weight):
+        param.data = full
+        kept, view = param.data, param.detach()
+        param.data = average
+        assert torch.equal(kept.full_tensor(), full)
+        assert torch.equal(view.full_tensor(), average)
+        param.data = kept
+        assert torch.equal(param.full_tensor(), full)
+        shown = param.data
+        shown.mul_(2)
+        assert torch.equal(param.full_tensor(), 2 * full)
+        other = ShardedParameter.value(param.local + 1, param.ownership)
+        param.data, other = other, param.data
+        assert torch.equal(param.full_tensor(), 2 * full + 1)
+        assert torch.equal(other.full_tensor(), 2 * full)
 
 
 @on_ranks(2)

@@ -7,6 +7,7 @@ how torch operations run on it.
 
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -170,8 +171,10 @@ class ShardedParameter(torch.Tensor):
 
     @property
     def data(self) -> Tensor:
-        """These elements without gradient; assignment copies into them."""
-        return self.detach()
+        """These elements without gradient; assignment copies, what was read keeps its values."""
+        read = self.detach()
+        self.__dict__.setdefault("_read", WeakValueDictionary())[id(read)] = read
+        return read
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -181,10 +184,11 @@ class ShardedParameter(torch.Tensor):
                 f"{value.dtype} of shape {tuple(value.shape)} on {value.device}; convert or move "
                 "the sharded module, as by model.to(...)"
             )
-        if not (
-            isinstance(value, ShardedParameter) and value.local.data_ptr() == self.local.data_ptr()
-        ):
-            self.detach().copy_(value)
+        if isinstance(value, ShardedParameter) and value.local.data_ptr() == self.local.data_ptr():
+            return
+        for read in self.__dict__.pop("_read", {}).values():
+            read.hold(read.local.clone())
+        self.detach().copy_(value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedParameter":
         """Copy with elements of its own; like `torch.nn.Parameter`, without ``grad``."""
@@ -300,11 +304,11 @@ class ShardedDTensor(ShardedParameter, DTensor):
 
 def written_by(func: OpOverload) -> list[str | int]:
     """List the arguments that ``func`` writes to: positions, and names of keyword-only ones."""
-    written: list[str | int] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            written.append(argument.name if argument.kwarg_only else position)
-    return written
+    return [
+        each.name if each.kwarg_only else position
+        for position, each in enumerate(func._schema.arguments)
+        if each.alias_info and each.alias_info.is_write
+    ]
 
 
 class DerivedDTensor(DTensor):
@@ -426,17 +430,13 @@ def _mesh_of_rows(value: Any) -> DeviceMesh | None:
 
 def _is_empty_somewhere(value: DTensor) -> bool:
     """Return True if some rank holds no element of a tensor that has some."""
-    for size, placement in zip(value.device_mesh.shape, value.placements, strict=True):
-        if isinstance(placement, Shard):
-            rows = value.shape[placement.dim]
-            if -(-rows // size) * (size - 1) >= rows > 0 < size - 1:
-                return True
-    return False
+    cuts = zip(value.device_mesh.shape, value.placements, strict=True)
+    sizes = ((size, value.shape[each.dim]) for size, each in cuts if isinstance(each, Shard))
+    return any(-(-rows // size) * (size - 1) >= rows > 0 < size - 1 for size, rows in sizes)
 
 
 def _gives_views(func: OpOverload) -> bool:
-    aliases = (returned.alias_info for returned in func._schema.returns)
-    return any(alias is not None and not alias.is_write for alias in aliases)
+    return any(each.alias_info and not each.alias_info.is_write for each in func._schema.returns)
 
 
 def _name_of_copied(value: DTensor, viewed: Any) -> str | None:

@@ -46,7 +46,7 @@ def resting_bytes(param: Tensor) -> int:
     plain = not hasattr(param, "__tensor_flatten__") or isinstance(
         param, DTensor | ShardedParameter
     )
-    if plain or param.requires_grad or (_has_hooks(param) and len(_own_names(param)) == 1):
+    if plain or param.requires_grad or (_has_hooks(param) and _is_one_tensor(param)):
         return 0
     inner = [each for _, each in _inner(param)]
     if any(type(each) not in (Tensor, nn.Parameter) for each in inner):
@@ -73,6 +73,12 @@ def _inner(param: Any) -> Iterator[tuple[str, Tensor]]:
 
 def _own_names(param: Tensor) -> list[str]:
     return [name for name, each in _inner(param) if each.shape == param.shape]
+
+
+def _is_one_tensor(param: Tensor) -> bool:
+    """Return True if all that slices differ in is one tensor of the parameter's shape."""
+    others = [each.numel() for _, each in _inner(param) if each.shape != param.shape]
+    return len(_own_names(param)) == 1 and all(numel <= 1 for numel in others)
 
 
 def _as_bytes(param: Tensor) -> Tensor:
@@ -108,14 +114,14 @@ def _made(template: Any, inner: dict[str, Tensor], shape: Any, stride: Any) -> T
 
 def _inner_name(param: Any) -> str:
     """Return the attribute in which the class keeps a tensor of the parameter's shape."""
-    names = _own_names(param)
-    if len(names) != 1:
+    if not _is_one_tensor(param):
+        inner = ", ".join(f"{name} {tuple(each.shape)}" for name, each in _inner(param))
         raise NotSupportedError(
             f"{type(param).__name__} has fsdp_pre_all_gather but not one inner tensor of its own "
-            f"shape ({names}); only such classes can be trained sharded. Freeze the parameter "
-            "(requires_grad_(False)) before it is sharded, as for LoRA"
+            f"shape, and else only numbers ({inner}); only such classes can be trained sharded. "
+            "Freeze the parameter (requires_grad_(False)) before it is sharded, as for LoRA"
         )
-    return names[0]
+    return _own_names(param)[0]
 
 
 def plain_data(param: Tensor) -> Tensor:

@@ -54,7 +54,8 @@ def main(argv: Sequence[str]) -> int:
         prog="fullshard prove",
         description="Try what fullshard claims, on this machine and without a GPU: losses beside "
         "PyTorch's DDP and FSDP2, memory beside FSDP2, races and deliberate faults on a simulated "
-        "device. Writes a page (HTML and JSON) that names the commit and the versions.",
+        "device. Writes a page (HTML and JSON) that names the commit and the versions. All of it "
+        "takes a quarter of an hour or more on two cores.",
         epilog=_EPILOG,
         formatter_class=HelpFormatter,
     )
@@ -79,6 +80,8 @@ def main(argv: Sequence[str]) -> int:
     bound_to = provenance(" ".join(["fullshard prove", *argv]))  # as it is when the runs begin
     sections = []
     for name in options.only or _SECTIONS:
+        if not console.is_terminal:  # where a status shows nothing
+            console.print(f"trying {name} ...")
         with console.status(f"trying {name} ..."):
             sections.append(_tried(name, FAST if options.fast else FULL))
     skipped = tuple(name for name in _SECTIONS if options.only and name not in options.only)

@@ -29,6 +29,9 @@ HELD_BY = {
     "a backward that begins inside": (
         "test_a_backward_into_a_unit_that_nobody_has_announced_is_named"
     ),
+    "a backward that needs full parameters": (
+        "test_requires_grad_changed_between_two_forwards_before_a_backward_is_named"
+    ),
     "a backward after the parameters": "test_a_step_between_two_backwards_is_named",
     "an optimizer's step on some ranks": "test_a_rank_that_skips_a_step_is_named",
     "trained modules and": "test_whatever_is_trained_and_was_added_after_sharding_is_named",

@@ -780,6 +780,24 @@ def test_frozen_for_a_forward_without_gradients_before_backward(comm, door):
     torch.testing.assert_close(params_of(model), params_of(plain))
 
 
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("trained", [True, False])
+@on_ranks(2)
+def test_requires_grad_changed_between_two_forwards_before_a_backward_is_named(comm, door, trained):
+    plain = seeded(net)
+    plain[2].requires_grad_(trained)
+    model = shard(plain, comm, door, LAYERS)
+    loss = model(X).sum()
+    model[2].requires_grad_(not trained)
+    other = model(2 * X).sum()
+    with pytest.raises(UsageError, match="requires_grad of some of its parameters was changed"):
+        loss.backward()
+    with pytest.raises(UsageError, match="after a backward that failed"):
+        other.backward()
+    model(X).sum().backward()
+    assert (grads_of(model)["2.bias"] is None) is trained
+
+
 @on_ranks(2)
 def test_what_nobody_used_behind_frozen_parameters_has_no_gradient(comm):
     model = seeded(branches)

@@ -94,6 +94,21 @@ def test_equal_and_allclose(comm):
 
 
 @on_ranks(2)
+def test_equal_and_allclose_of_parameters_that_lie_on_other_ranks(comm):
+    """By which trainers look whether an optimizer has a parameter of the same shape already."""
+    layers = seeded(lambda: nn.Sequential(nn.Linear(3, 4), nn.Linear(3, 4)))
+    model = FullyShardedDataParallel(layers, comm)
+    one, other = (param for param in model.parameters() if param.dim() == 2)
+    assert not one.ownership.agrees_with(other.ownership)
+    for param in (one, other):
+        nn.init.constant_(param, 1.0)
+    assert torch.equal(one, other) is True
+    nn.init.constant_(other, 2.0)
+    assert torch.equal(one, other) is torch.equal(other, one) is torch.allclose(one, other) is False
+    assert torch.allclose(other, one, atol=1.0) is True
+
+
+@on_ranks(2)
 def test_a_clipped_norm_passes_for_a_replicated_dtensor(comm):
     model = sharded_linear(comm)
     model(torch.ones(1, 4)).sum().backward()

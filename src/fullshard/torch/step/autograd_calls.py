@@ -17,7 +17,7 @@ import torch
 
 from fullshard.core.errors import NotSupportedError, UsageError
 from fullshard.torch.tensor.parameter import ShardedParameter
-from fullshard.torch.unit.guards.freed import FREED_VERSION
+from fullshard.torch.unit.guards.freed import FREED_VERSION, REPLACED_VERSION
 
 _ENGINE = "_engine_run_backward"
 _INPUTS = 4  # behind outputs, their gradients, retain_graph and create_graph
@@ -53,6 +53,13 @@ def watch_autograd() -> None:
 
 def _name_what_was_freed(error: RuntimeError) -> None:
     text = str(error)
+    if f"at version {REPLACED_VERSION};" in text:
+        raise UsageError(
+            "backward needs full parameters of a unit that has others by now: requires_grad of "
+            "some of its parameters was changed after the forward, and another forward with "
+            "gradients has run before this backward. Run the backward of each forward before that, "
+            "or the other forward under torch.no_grad()"
+        ) from error
     if any(all(part in text for part in parts) for parts in _FREED):
         raise UsageError(
             "backward needs the full parameters of a unit that was freed after its forward, and "

@@ -375,6 +375,11 @@ class FullParameters:
             extension.release()
         return True
 
+    def leave(self) -> None:
+        """Have a backward that still needs these parameters say so: their unit gets others."""
+        if self.params and not self.resident:
+            self._freed.mark_replaced()
+
     def abandon(self) -> None:
         """Drop what a gather that has failed has taken."""
         self._gathering = self.part = None

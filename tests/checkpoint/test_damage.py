@@ -7,6 +7,7 @@
 import json
 import random
 import shutil
+from pathlib import Path
 
 import numpy
 import pytest
@@ -195,6 +196,14 @@ def test_a_manifest_that_lies_is_refused_though_its_checksum_is_right(good, tmp_
     shutil.copytree(good / "run", run)
     forged(run, FORGERIES[why])
     assert why in str(refused(run))
+
+
+@pytest.mark.parametrize(("version", "use"), [(VERSION - 1, "an older"), (VERSION + 1, "a newer")])
+def test_another_version_of_the_format_is_refused_as_such(version, use):
+    with pytest.raises(
+        CheckpointError, match=f"has version {version} .* reads {VERSION}: use {use}"
+    ):
+        parse_manifest(wrap(FORMAT, version, {}), Path(MANIFEST))
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 2**30])

@@ -287,6 +287,24 @@ def _(job):
     job.train(model, each_step=each_step)
 
 
+@program("a frozen parameter changes beside steps of its unit, offloaded", steps=3, syncs=FETCHES)
+def _(job):
+    """It is fetched for backward still when the host is through."""
+    model = gpt("cpu")
+    frozen = [block.mlp[0].weight for block in model.blocks]
+    for param in frozen:
+        param.requires_grad_(False)
+    model = shard(model, job.mesh, offload_policy=ours.CPUOffloadPolicy())
+    optimizer = adamw(model)
+    ours.overlap_optimizer(model, optimizer)
+
+    def before_step(_):
+        for block in model.blocks:
+            nn.init.zeros_(block.mlp[0].weight)
+
+    job.train(model, optimizer, before_step=before_step)
+
+
 @program("hooks on parameters", syncs=FETCHES)
 def _(job):
     model = shard(gpt("cpu"), job.mesh, offload_policy=ours.CPUOffloadPolicy())

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steps in backward: bit by bit the ordinary ones, with few gradients alive, or refused."""
 
+import copy
 import gc
 import threading
 import weakref
@@ -209,11 +210,14 @@ def test_what_rests_on_the_host_is_stepped_by_a_thread(plain, monkeypatch):
         optimizer = torch.optim.AdamW(in_groups(model), lr=0.1)
         overlap_optimizer(model, optimizer)
         params, units = list(model.parameters()), [m.unit for m in managed_units(model)]
+        # In the root of one rank runs of small spans go on to its only matrix.
+        parts = [len(module._halves(unit.sharded)) for unit in units]
+        assert parts[1:] == [2] * (len(units) - 1)
         for number in range(4):
             for each in (expected, model):
                 backward(each, number, comm.rank)
             assert sum("used in" in repr(param.grad) for param in params) == len(params)
-            assert [waiting(unit) for unit in units] == [2 * bool(number)] * len(units)
+            assert [waiting(unit) for unit in units] == [each * bool(number) for each in parts]
             assert not any(number and "local" in vars(param) for param in params)
             for each in (ordinary, optimizer):
                 each.step()
@@ -222,11 +226,37 @@ def test_what_rests_on_the_host_is_stepped_by_a_thread(plain, monkeypatch):
             if number == 2:
                 assert torch.equal(*(m.norm.weight.full_tensor() for m in (expected, model)))
         assert all(map(torch.equal, wholes(model), wholes(expected)))
-        return len(units)
+        return sum(parts)
 
     counts = LocalWorld(2).run(body)
-    assert len(names) == 2 * 3 * sum(counts)  # halves, after the first step
+    assert len(names) == 3 * sum(counts)  # after the first step
     assert all(name.startswith("fullshard-updates") for name in names)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_thread_rounds_as_ordinary_steps_do_where_spans_end_in_zeros(make, monkeypatch):
+    """A run that goes on over the zeros is cut nowhere: its end would be computed otherwise."""
+    module = import_module("fullshard.torch.optim.overlap_optimizer")
+    monkeypatch.setattr(module, "_rests_elsewhere", lambda unit: True)
+    plain = seeded(lambda: nn.Sequential(nn.Linear(40, 40), nn.LayerNorm(40)))
+
+    def body(comm, overlapping):
+        model = fully_shard(copy.deepcopy(plain), mesh=comm)
+        momentum = {"momentum": 0.9, "nesterov": True} if make is torch.optim.SGD else {}
+        vectors = [param for param in model.parameters() if param.dim() < 2]
+        optimizer = make(vectors, lr=0.05, fused=True, **momentum)
+        if overlapping:
+            overlap_optimizer(model, optimizer)
+        for number in range(9):
+            x = torch.randn(3, 40, generator=torch.Generator().manual_seed(number))
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [each for param in vectors for each in optimizer.state[param].values()]
+        return wholes(model) + [each.full_tensor() for each in states if each.dim()]
+
+    results = [LocalWorld(2).run(partial(body, overlapping=each))[0] for each in (False, True)]
+    assert all(map(torch.equal, *results))
 
 
 def test_an_error_of_the_thread_comes_up_where_the_unit_is_used(plain, monkeypatch):

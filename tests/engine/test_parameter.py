@@ -122,11 +122,27 @@ def test_data_that_was_read_keeps_its_values(comm):
     nn.init.zeros_(layer.weight)
     for param in (one(comm, full), fully_shard(layer, mesh=comm).weight):
         param.data = full
-        kept, view = param.data, param.detach()
-        param.data = average
-        assert torch.equal(kept.full_tensor(), full)
-        assert torch.equal(view.full_tensor(), average)
+        views = [
+            param.data,
+            param.detach(),
+            param.data.data,
+            param.data.view(-1),
+            param.detach()[1:4],
+        ]
+        expected = [full, full, full, full.view(-1), full[1:4]]
+        with torch.inference_mode():
+            param.data = average
+        assert all(map(torch.equal, [view.full_tensor() for view in views], expected))
+        kept, *_, rows = views
+        rows.mul_(3)
+        assert torch.equal(kept.full_tensor()[1:4], 3 * full[1:4])
+        rows.div_(3)
+        some = param[:2]
+        some.data = torch.full((2, 12), 7.0)  # writes to the parameter, and its views show it
+        assert torch.equal(param.data.full_tensor()[:2], torch.full((2, 12), 7.0))
+        param.data = 2 * average
         param.data = kept
+        kept.zero_()
         assert torch.equal(param.full_tensor(), full)
         shown = param.data
         shown.mul_(2)

@@ -218,6 +218,38 @@ def test_checkpoints_hold_what_has_been_stepped(tmp_path):
     assert all(map(torch.equal, *results))
 
 
+def held(model):
+    """What somebody may have made of parameters and gradients long before."""
+    state = model.state_dict()
+    found = [view for param in model.parameters() for view in (param.data, param.detach()[:2])]
+    found += [param.grad.detach() for param in model.parameters() if param.grad is not None]
+    return [*found, *state.values()]
+
+
+@pytest.mark.parametrize("align", ["row", "element"])
+def test_views_that_somebody_holds_show_what_has_been_stepped(align):
+    def body(comm, beside):
+        model = built(comm, align=align)
+        optimizer = SGD(model.parameters(), weight_decay=0.1, maximize=True)
+        if beside is not None:
+            overlap_optimizer(model, optimizer, beside=beside)
+        views, seen = held(model), []
+        for number in range(3):
+            backward(model, number)
+            views += held(model)
+            optimizer.step()
+            seen += [each.full_tensor().detach() for each in views]
+        weight = model[1].weight
+        backward(model, 3)
+        optimizer.step()
+        kept = views[0]
+        model[0].weight.data = torch.zeros(WIDTH, WIDTH)  # a plain tensor, which looks at nothing
+        return [*seen, kept.full_tensor(), weight.full_tensor().detach()]
+
+    results = [LocalWorld(2).run(partial(body, beside=each))[0] for each in (None, "forward")]
+    assert all(map(torch.equal, *results))
+
+
 # ---- when ---------------------------------------------------------------------------------------
 
 

@@ -40,15 +40,14 @@ def unwrap(data: bytes, name: str, version: int, path: Path) -> Any:
     found, number, checksum = head[1].decode(), int(head[2]), head[3].decode()
     if _head(found, number, checksum) != head[0]:
         raise _refusal(path, "it is damaged: its first line has a form that is never written")
-    if found == name and number > version:
+    if found != name:
+        raise _refusal(path, f"it says {found!r}, expected {name!r}")
+    if number != version:
         raise _refusal(
             path,
             f"it has version {number} of the format and this fullshard reads {version}: "
-            "use a newer fullshard (or the file is damaged)",
-        )
-    if (found, number) != (name, version):
-        raise _refusal(
-            path, f"it says {found!r}, version {number}, expected {name!r}, version {version}"
+            f"use {'a newer' if number > version else 'an older'} fullshard (or the file is "
+            "damaged)",
         )
     body = memoryview(data)[head.end() : len(data) - len(_TAIL)]
     if checksum_of(body) != checksum:

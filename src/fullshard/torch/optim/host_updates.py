@@ -11,12 +11,13 @@ the others.
 """
 
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from threading import Lock, main_thread
+from threading import Event, Lock
 
 from fullshard.torch.unit.streams import CopiesUnderWay
 
@@ -44,7 +45,7 @@ class _Update:
             ends_s = None
             while not self.copies.are_done():  # a device's own wait would take a core
                 time.sleep(_POLL_S)
-                if not main_thread().is_alive():
+                if _ending.is_set():
                     ends_s = ends_s or time.monotonic() + _AT_EXIT_S
                     if time.monotonic() > ends_s:
                         raise TimeoutError("the program has ended, and gradients do not arrive")
@@ -111,6 +112,9 @@ class HostUpdates:
             self._awaited = None
 
 
+_ending = Event()
+# Executors' threads are joined before the main one counts as ended, and before atexit.
+threading._register_atexit(_ending.set)  # type: ignore[attr-defined]
 _lock = Lock()
 _unfinished: weakref.WeakSet[Future[None]] = weakref.WeakSet()
 

@@ -247,7 +247,7 @@ def _where(part: Tensor, *, behind: int = 0) -> tuple[int, int]:
     return part.untyped_storage().data_ptr(), part.data_ptr() + behind * part.element_size()
 
 
-def _taken(param: ShardedParameter) -> int:
+def taken(param: ShardedParameter) -> int:
     """Return how many elements the span of ``param`` takes in a run, with the zeros behind it."""
     owner, span = param.ownership, param.local
     turn = _TURN_BYTES // span.element_size() if span.device.type == "cpu" else 1
@@ -376,7 +376,7 @@ class Merging:
             else:
                 run = _SpanRun(i, kind)
                 self.runs.append(run)
-            run.add(i, span, grad, _taken(params[i]) if self.over_zeros else span.numel())
+            run.add(i, span, grad, taken(params[i]) if self.over_zeros else span.numel())
         self.runs.sort(key=attrgetter("first"))
         order = {run.first: row for row, run in enumerate(self.runs)}
         by_themselves = {i: len(order) + i for i, kind in enumerate(kinds) if kind is None}

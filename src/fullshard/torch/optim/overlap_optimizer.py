@@ -42,7 +42,7 @@ from fullshard.core.errors import ConfigurationError, NotSupportedError, UsageEr
 from fullshard.torch.optim.checks import look_at
 from fullshard.torch.optim.filled_step import FilledStep
 from fullshard.torch.optim.host_updates import HostUpdates
-from fullshard.torch.optim.merged_step import MergedStep, is_capturing
+from fullshard.torch.optim.merged_step import MergedStep, is_capturing, taken
 from fullshard.torch.state.apart import ELEMENTWISE, is_elementwise
 from fullshard.torch.step.managed import ManagedUnit, managed_units
 from fullshard.torch.step.tracker import Tracker, tracker_of
@@ -353,9 +353,10 @@ def _has_stepped(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _halves(params: Sequence[ShardedParameter]) -> list[Sequence[ShardedParameter]]:
-    """Cut ``params`` where as much lies before as behind."""
+    """Cut ``params`` where as much lies before as behind, behind one that no run takes further."""
     ends = list(accumulate(param.span.numel for param in params))
-    cut = min(range(len(ends)), key=lambda i: abs(2 * ends[i] - ends[-1])) + 1
+    places = [i for i, param in enumerate(params) if taken(param) == param.span.numel]
+    cut = min(places, key=lambda i: abs(2 * ends[i] - ends[-1]), default=-1) + 1
     return list(filter(None, (params[:cut], params[cut:])))
 
 

@@ -7,7 +7,6 @@ how torch operations run on it.
 
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, cast
-from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -27,6 +26,7 @@ from fullshard.core.layout import Span
 from fullshard.torch.comm.watch.roll_call import call_roll
 from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.put_off import Local
+from fullshard.torch.tensor.views import leave_to_views
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -172,9 +172,7 @@ class ShardedParameter(torch.Tensor):
     @property
     def data(self) -> Tensor:
         """These elements without gradient; assignment copies, what was read keeps its values."""
-        read = self.detach()
-        self.__dict__.setdefault("_read", WeakValueDictionary())[id(read)] = read
-        return read
+        return self.detach()
 
     @data.setter
     def data(self, value: Tensor) -> None:
@@ -186,8 +184,7 @@ class ShardedParameter(torch.Tensor):
             )
         if isinstance(value, ShardedParameter) and value.local.data_ptr() == self.local.data_ptr():
             return
-        for read in self.__dict__.pop("_read", {}).values():
-            read.hold(read.local.clone())
+        leave_to_views(self)
         self.detach().copy_(value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ShardedParameter":

@@ -8,10 +8,13 @@ the change made first. As long as nothing is put off, ``local`` is found where i
 """
 
 from collections.abc import Callable, Iterable
+from itertools import chain
 from threading import RLock
 from typing import Any
 
 from torch import Tensor
+
+from fullshard.torch.tensor.views import views_of
 
 _PUT_OFF = "_fullshard_put_off"
 
@@ -19,14 +22,15 @@ _PUT_OFF = "_fullshard_put_off"
 class PutOff:
     """A ``change`` of ``tensors`` that is made by `catch_up`, or when one of them is looked at.
 
-    ``tensors`` are all sharded tensors that it reads or writes.
+    ``tensors`` are all sharded tensors that it reads or writes; views of them are found.
     """
 
     def __init__(self, tensors: Iterable[Any], change: Callable[[], None]):
         self._change: Callable[[], None] | None = change
         self._lock = RLock()
+        every = chain.from_iterable((each, *views_of(each)) for each in tensors)
         # Earlier changes of them are made here.
-        self._held: list[tuple[Any, Tensor]] = [(each, each.local) for each in tensors]
+        self._held: list[tuple[Any, Tensor]] = [(each, each.local) for each in every]
         for tensor, _ in self._held:
             tensor.__dict__.pop("local", None)
             tensor.__dict__[_PUT_OFF] = self

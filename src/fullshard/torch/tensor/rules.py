@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._ops import OpOverload
 
 from fullshard.core.layout import Span
@@ -31,6 +32,7 @@ from fullshard.torch.tensor.elementwise import (
 from fullshard.torch.tensor.global_rules import RULES_OF_ALL, foreach_norm
 from fullshard.torch.tensor.ownership import Ownership
 from fullshard.torch.tensor.parameter import RULES, Args, Kwargs, Rule, ShardedParameter
+from fullshard.torch.tensor.views import note_view
 
 _aten = torch.ops.aten
 
@@ -108,6 +110,12 @@ def _eye(func: OpOverload) -> Rule:
 # ---- shapes, and new tensors --------------------------------------------------------------------
 
 
+def _view(viewed: ShardedParameter, local: Tensor, owner: Ownership) -> ShardedParameter:
+    made = ShardedParameter.value(local, owner)
+    note_view(made, viewed)
+    return made
+
+
 def _reshape(func: OpOverload) -> Rule:
     """Give the same elements, in the same order, another shape: the span stays the same."""
     if func._overloadname == "dtype":
@@ -117,12 +125,12 @@ def _reshape(func: OpOverload) -> Rule:
         owner = args[0].ownership
         shape = func(torch.empty(owner.shape, device="meta"), *args[1:], **kwargs).shape
         if shape == owner.shape:
-            return ShardedParameter.value(args[0].local, owner)
+            return _view(args[0], args[0].local, owner)
         _need_flat_spans(func, owner)
         reshaped = owner.reshaped(shape)
         if owner.placed is not None and reshaped.placed is None:
             need_whole(func, owner)  # ranks hold no whole rows of it; DTensor knows what to do
-        return ShardedParameter.value(args[0].local, reshaped)
+        return _view(args[0], args[0].local, reshaped)
 
     return rule
 
@@ -146,7 +154,7 @@ def _reinterpret(func: OpOverload) -> Rule:
         else:
             shape, local = owner.shape[:-1], func(local.view(-1, 2))
             spans = tuple(Span(span.start // 2, span.stop // 2) for span in owner.spans)
-        return ShardedParameter.value(local, replace(owner, shape=shape, spans=spans))
+        return _view(args[0], local, replace(owner, shape=shape, spans=spans))
 
     return rule
 
@@ -170,7 +178,7 @@ def _rows(func: OpOverload) -> Rule:
         # What is written to the view is to count as a change of the buffer, as outside of dispatch.
         with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
             held = given["self"].local[offset : offset + part.span.numel]
-        return ShardedParameter.value(held, part)
+        return _view(given["self"], held, part)
 
     return rule
 
@@ -233,7 +241,7 @@ def _pad(func: OpOverload) -> Rule:
 
 
 def _alias(func: OpOverload) -> Rule:
-    return lambda args, kwargs: ShardedParameter.value(args[0].local, args[0].ownership)
+    return lambda args, kwargs: _view(args[0], args[0].local, args[0].ownership)
 
 
 def _index_put(func: OpOverload) -> Rule:

@@ -412,12 +412,15 @@ class Unit:
         return CopiesUnderWay(self.device, [event for event in last if event is not None])
 
     def settle(self) -> None:
-        """Do as `synchronize` at the end of a step; not where a step put off will do so."""
-        shown = (param.grad.__dict__ for param in self.sharded if param.grad is not None)
-        if self.put_off and not any("local" in each for each in shown):
-            self.gradients.let_go()
-        else:
+        """Do as `synchronize` at the end of a step; if one is put off, when somebody looks."""
+        grads = (param.grad for param in self.sharded if param.grad is not None)
+        if not self.put_off or any("local" in grad.__dict__ for grad in grads):
             self.synchronize()
+            return
+        self.gradients.let_go()
+        others = [param for param in self.sharded if "local" in param.__dict__]
+        if others:  # frozen, or of no optimizer; perhaps they are being fetched still
+            self.put_off.append(PutOff(others, self.full.synchronize))
 
     # ---- between steps --------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 """Scaled losses: an inf or NaN that one rank alone can see is found by all, as in one process."""
 
 import inspect
+import itertools
 import math
 
 import pytest
@@ -15,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler as TorchsScaler
 
 from fullshard.testing import LocalWorld
-from fullshard.torch import ShardedGradScaler
+from fullshard.torch import MixedPrecisionPolicy, ShardedGradScaler, fully_shard
 from fullshard.torch.tensor.parameter import ShardedParameter
 
 DTYPE = torch.float64
@@ -130,6 +131,43 @@ def test_of_two_optimizers_only_the_one_with_a_bad_gradient_skips(comm, fused):
     after = [p.full_tensor() for p in (*shared, *last)]
     assert scale.get_scale() == INIT_SCALE / 2
     assert list(map(torch.equal, before, after)) == [True, True, False, False]
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float32], ids=["fp16 sums", "fp32 sums"])
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, ShardedGradScaler])
+def test_fp16_training_finds_a_scale_that_fits(kind, reduce_dtype):
+    """From a scale that overflows on every rank down to one that trains, back up, and again."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=reduce_dtype)
+    names = [f"blocks.{i}" for i in range(2)]
+    data = make_batches("gpt", 1, 4)
+
+    def body(comm):
+        model = make("gpt")
+        for path in names:
+            fully_shard(model.get_submodule(path), mesh=comm, mp_policy=policy)
+        fully_shard(model, mesh=comm, mp_policy=policy)
+        group = {"process_group": comm} if kind is ShardedGradScaler else {}
+        scale = kind("cpu", init_scale=2.0**24, growth_interval=4, **group)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        ((inputs, targets),) = data
+        part = slice(2 * comm.rank, 2 * comm.rank + 2)
+        scales, losses = [], []
+        for _ in range(16):
+            loss = loss_of(model(inputs[part]).float(), targets[part])
+            scale.scale(loss).backward()
+            scale.step(optimizer)
+            scale.update()
+            optimizer.zero_grad()
+            scales.append(scale.get_scale())
+            losses.append(loss.item())
+        return scales, losses
+
+    (scales, losses), (others, _) = LocalWorld(2).run(body)
+    assert scales == others
+    changes = [after / before for before, after in itertools.pairwise(scales)]
+    assert set(changes) == {0.5, 1.0, 2.0}
+    assert losses[1] == losses[0], "the first step must have been skipped"
+    assert losses[-1] < 0.8 * losses[0]
 
 
 @pytest.mark.parametrize("fused", [False, True])

@@ -219,7 +219,7 @@ def test_checkpoints_hold_what_has_been_stepped(tmp_path):
 
 
 def held(model):
-    """What somebody may have made of parameters and gradients long before."""
+    """Collect views of parameters and gradients that somebody may hold for long."""
     state = model.state_dict()
     found = [view for param in model.parameters() for view in (param.data, param.detach()[:2])]
     found += [param.grad.detach() for param in model.parameters() if param.grad is not None]

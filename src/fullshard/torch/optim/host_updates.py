@@ -113,7 +113,8 @@ class HostUpdates:
 
 
 _ending = Event()
-# Executors' threads are joined before the main one counts as ended, and before atexit.
+# Executors' threads are joined before the main one counts as ended, and before what `atexit` runs;
+# they hear of the end by this call, too, and it runs what was registered last first.
 threading._register_atexit(_ending.set)  # type: ignore[attr-defined]
 _lock = Lock()
 _unfinished: weakref.WeakSet[Future[None]] = weakref.WeakSet()

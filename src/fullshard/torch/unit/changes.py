@@ -45,7 +45,7 @@ def follow_requires_grad(unit: Unit) -> bool:
         )
     now = [param.requires_grad for param in unit.sharded]
     unit.shards.seen_trainable = now
-    unit.full.leave()
+    unit.full.mark_replaced()
     thawed = {
         each.spec.name
         for each, place, on in zip(unit.params, unit.shards.places, now, strict=True)

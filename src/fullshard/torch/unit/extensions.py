@@ -76,7 +76,7 @@ def _own_names(param: Tensor) -> list[str]:
 
 
 def _is_one_tensor(param: Tensor) -> bool:
-    """Return True if all that slices differ in is one tensor of the parameter's shape."""
+    """Return True if one inner tensor has the parameter's shape, and others one number at most."""
     others = [each.numel() for _, each in _inner(param) if each.shape != param.shape]
     return len(_own_names(param)) == 1 and all(numel <= 1 for numel in others)
 

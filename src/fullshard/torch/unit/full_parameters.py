@@ -375,8 +375,8 @@ class FullParameters:
             extension.release()
         return True
 
-    def leave(self) -> None:
-        """Have a backward that still needs these parameters say so: their unit gets others."""
+    def mark_replaced(self) -> None:
+        """Have a backward that still needs these parameters fail: their unit gets others."""
         if self.params and not self.resident:
             self._freed.mark_replaced()
 

@@ -412,7 +412,7 @@ class Unit:
         return CopiesUnderWay(self.device, [event for event in last if event is not None])
 
     def settle(self) -> None:
-        """Do as `synchronize` at the end of a step; if one is put off, when somebody looks."""
+        """Synchronize as a step ends; where one of an optimizer is put off, on the first look."""
         grads = (param.grad for param in self.sharded if param.grad is not None)
         if not self.put_off or any("local" in grad.__dict__ for grad in grads):
             self.synchronize()
